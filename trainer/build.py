@@ -10,9 +10,10 @@ import torch.distributed as dist
 from trainer import initial_model
 from trainer.checkpoint.async_save import WRITERS
 from trainer.checkpoint.best import BestTracker
+from trainer.checkpoint.commit import committed
 from trainer.checkpoint.manager import CheckpointManager, saved_tensors
 from trainer.checkpoint.resume import ResumePoint
-from trainer.config import Config
+from trainer.config import Config, ConfigError
 from trainer.config.render import to_toml
 from trainer.data.build import Datasets
 from trainer.engine import Engine, build_model_parts, build_objective
@@ -35,6 +36,7 @@ from trainer.run.sinks.sink import LoggedRun
 from trainer.run.text_format import load_text_format, require_same_tokenizer
 from trainer.run.training_data import TrainingData, partition_of_batch, prepare_and_open, require_unchanged_mixture
 from trainer.runtime import device as devices
+from trainer.runtime.distributed import run_on_rank_0
 from trainer.runtime.host_memory import keep_freed_memory
 from trainer.state import TrainState
 from trainer.system.files import digest
@@ -61,6 +63,10 @@ def build_trainer(
         ConfigError: The data, the model, the checkpoint or the run folder cannot be used.
     """
     folder = config.run.folder
+    if point is None and run_on_rank_0(lambda: committed(folder / "checkpoints")):
+        raise ConfigError(
+            "run.name", f"{folder} has checkpoints of an earlier run; resume_point returns the one to resume from"
+        )
     create_run_folder(folder)
     devices.set_cpu_threads(config.training.cpu_threads)
     if device.type == "cpu":

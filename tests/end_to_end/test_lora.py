@@ -1,5 +1,6 @@
 """Runs that train adapters: equal to peft, independent of the layout, saved, resumed, merged and exchanged with peft."""
 
+import dataclasses
 import json
 import shutil
 import sys
@@ -605,7 +606,7 @@ def test_a_merged_model_is_not_rounded_to_the_dtype_of_the_base(bases, finished,
     weights = open_weights(checkpoint, alone=True)
     HfExport.open(weights.base.folder, torch.bfloat16).write(tmp_path / "base", GIB, lambda n: None)
     base = WeightSource.open(tmp_path / "base", alone=True)
-    weights.base, weights.index = base, base.index
+    weights = dataclasses.replace(weights, base=base)
     name = "layers.0.attention.wq"
     merged = weights.rows(f"{name}.weight", 0, 8)
     expected = base.rows(f"{name}.weight", 0, 8).float() + weights.adapter.product(name, slice(0, 8), slice(None))

@@ -9,6 +9,7 @@ import torch
 
 from tests.conftest import tiny_run
 from tests.training_runs import (
+    combine,
     hash_of,
     largest_deviation,
     microbatches_of_step,
@@ -17,9 +18,11 @@ from tests.training_runs import (
     train,
     trainer_from,
 )
+from trainer.build import build_trainer
 from trainer.checkpoint.storage import read_index
 from trainer.config.load import load_config
 from trainer.data.tokenizer.backends import DEFAULT_FILE
+from trainer.run.resolve import resolve
 from trainer.system import console
 from trainer.testing import parity
 from trainer.testing.layouts import PARITY_MATRIX, Layout, batch_settings, flags, num_ranks
@@ -283,6 +286,20 @@ def test_a_run_can_be_extended(ranks, tiny, tmp_path):
     run(ranks, 1, tiny, tmp_path / "run", "--training.steps", "3", *extra)
     run(ranks, 1, tiny, tmp_path / "run", "--training.steps", "5", *extra)
     assert [r["step"] for r in records(tmp_path / "run")] == [1, 2, 3, 4, 5]
+
+
+def build_anew(argv):
+    config = load_config(argv)
+    build_trainer(config, resolve(config, 1), torch.device("cpu"), None)
+
+
+def test_a_program_that_forgets_the_checkpoint_to_resume_from_changes_nothing(ranks, tiny, tmp_path):
+    argv = [*tiny, *in_folder(tmp_path / "run")]
+    ranks(1).run(train, argv)
+    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    with pytest.raises(RankError, match=r"run\.name.* has checkpoints of an earlier run; resume_point returns"):
+        ranks(1).run(build_anew, combine(argv))
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
 
 
 def test_a_run_without_checkpoints_saves_nothing(ranks, tiny, tmp_path):

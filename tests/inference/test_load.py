@@ -103,3 +103,9 @@ def test_a_damaged_checkpoint_and_a_folder_without_a_model_are_refused(run, tmp_
         load_model(tmp_path / "empty")
     with pytest.raises(ConfigError, match="no such"):
         load_model(tmp_path / "missing")
+
+
+@pytest.mark.parametrize("dtype", ["float16", torch.int32, None])
+def test_a_dtype_that_is_none_of_floating_point_numbers_is_refused(run, dtype):
+    with pytest.raises(ConfigError, match=r"^dtype .*: must be a floating-point dtype, such as torch\.bfloat16$"):
+        load_model(run, dtype=dtype)

@@ -9,6 +9,7 @@ from trainer.checkpoint.adapter import AdapterSource, open_weights
 from trainer.checkpoint.huggingface import CHAT_TEMPLATE, ModelMetadata
 from trainer.checkpoint.tokenizer_files import load_checkpoint_tokenizer, load_hf_tokenizer
 from trainer.checkpoint.weights import WeightSource, resolve_checkpoint
+from trainer.config import ConfigError
 from trainer.data.chat.template_files import find_template
 from trainer.data.tokenizer.protocol import Tokenizer
 from trainer.parallel.init_weights import allocate
@@ -36,8 +37,10 @@ def load_model(
         The model and the tokenizer. model(tokens) returns logits (batch, seq, vocab) for tokens (batch, seq).
 
     Raises:
-        ConfigError: The folder is damaged or contains no model.
+        ConfigError: The folder is damaged or contains no model, or the dtype is none of floating-point numbers.
     """
+    if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ConfigError("", f"dtype {dtype!r}: must be a floating-point dtype, such as torch.bfloat16")
     weights = open_weights(resolve_checkpoint(Path(path)), None if base is None else Path(base), alone=True)
     tokenizer, _, trained_seq_len = load_text(weights)
     with torch.device("meta"):
