@@ -399,7 +399,7 @@ MISTAKES = {
     (
         "--data.path",
         "{empty}",
-    ): "--data.path {empty}: this dataset contains no readable document; found {empty}:1: rejected: ",
+    ): "--data.path {empty}: this dataset contains no readable document; found {empty}:1: the rejected answer is empty",
     ("--data.dataset", "prepared", "--data.path", "{texts}"): "does not consist of preference pairs",
     ("--training.seq_len", "4"): '"drop" removes all of the training documents, because each has more than seq_len 4',
 }

@@ -41,7 +41,9 @@ def test_no_module_unpickles_or_evaluates_a_file(path):
         if isinstance(node, ast.Call):
             called = ast.unparse(node.func)
             assert called not in ("eval", "exec", "torch.load", "compile"), called
-            assert not any(k.arg in ("weights_only", "allow_pickle", "trust_remote_code") for k in node.keywords)
+            options = {k.arg: ast.unparse(k.value) for k in node.keywords}
+            assert not {"weights_only", "trust_remote_code"} & options.keys()
+            assert options.get("allow_pickle", "False") == "False"
 
 
 class Bomb:
