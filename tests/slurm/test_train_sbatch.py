@@ -150,6 +150,7 @@ def test_a_job_saves_before_its_time_limit_and_continues_and_saves_at_a_limit_wi
         assert warned.await_state("PENDING", "TIMEOUT", "FAILED", "COMPLETED")["Restarts"] == "1", warned.text()
         saved = warned.saved()
         assert saved == [warned.steps()], warned.text()
+        wait_until(lambda: cluster._states() == ["idle", "idle"], cluster.logs)  # the end of a job sets its start again
         cluster.call("scontrol", "update", f"JobId={warned.id}", "StartTime=now")  # otherwise Slurm waits two minutes
         wait_until(lambda: warned.steps() > saved[0], warned.text)
     finally:
