@@ -89,13 +89,19 @@ def test_signals_that_the_parent_ignores_do_not_end_a_run(start, tmp_path):
     assert_saved_and_stopped(process, tmp_path / "tiny")
 
 
+def suspend(process, seconds):
+    """Suspend all processes of a run after its next step. Return their ids."""
+    await_step(process)
+    stopped = signal_all(process, signal.SIGSTOP)
+    time.sleep(seconds)
+    signal_all(process, signal.SIGCONT)
+    return stopped
+
+
 def test_a_suspended_run_continues(start, tmp_path):
     """It is suspended for longer than the time limits of steps and of collectives."""
     process = start(2, "--resilience.hang_timeout_s", "4", "--distributed.timeout_s", "5")
-    await_step(process)
-    assert len(signal_all(process, signal.SIGSTOP)) == 3
-    time.sleep(9)
-    signal_all(process, signal.SIGCONT)
+    assert len(suspend(process, 9)) == 3
     for _ in range(40):  # more than were in the pipe
         await_step(process)
     process.terminate()
@@ -106,10 +112,7 @@ def test_a_run_with_data_workers_writers_and_evaluations_is_suspended_repeatedly
     options = ["--data.num_workers", "1", "--checkpoint.async_mode", "process", "--evaluation.interval_steps", "2"]
     process = start(2, "--resilience.hang_timeout_s", "4", "--distributed.timeout_s", "5", *options)
     for _ in range(2):
-        await_step(process)
-        signal_all(process, signal.SIGSTOP)
-        time.sleep(6)
-        signal_all(process, signal.SIGCONT)
+        suspend(process, 6)
     for _ in range(40):  # more than were in the pipe
         await_step(process)
     process.terminate()

@@ -20,8 +20,7 @@ from trainer.checkpoint.weights import resolve_checkpoint
 from trainer.config import ConfigError
 from trainer.data.chat.format import ChatFormat, load_chat_format
 from trainer.data.tokenizer.protocol import Tokenizer
-from trainer.inference.load import load_text
-from trainer.parallel.init_weights import allocate
+from trainer.inference.load import build_model, load_text
 from trainer.parallel.tensor import apply_tensor
 from trainer.runtime.distributed import run_on_rank_0
 
@@ -161,20 +160,20 @@ class TextGenerator:
         weights = open_weights(folder, base)
         tokenizer, own_template, trained_seq_len = load_text(weights)
         max_seq_len = max_seq_len or trained_seq_len
-        spec, sizes = weights.spec, weights.sizes.for_seq_len(max_seq_len)
-        with torch.device("meta"):
-            model = spec.model(sizes).to(dtype)
-        plan, ranks = model.plan(), dist.get_world_size()
-        for name in plan.tp_divisible:
-            if getattr(sizes, name) % ranks:
-                message = f"the number of ranks, {ranks}, must divide {name} {getattr(sizes, name)} of {folder}"
-                raise ConfigError("", message)
-        if ranks > 1:
-            mesh = init_device_mesh(device.type, (ranks,))
-            apply_tensor(model, plan, mesh, sequence_parallel=False, recompute_gathers=())
-        allocate(model, device)
-        weights.load_into(dict(model.named_parameters()))
-        caches = _add_caches(model.eval(), plan, sizes, max_seq_len, ranks, dtype, device)
+        sizes, ranks = weights.sizes.for_seq_len(max_seq_len), dist.get_world_size()
+
+        def shard(model: nn.Module) -> None:
+            plan = model.plan()
+            for name in plan.tp_divisible:
+                if getattr(sizes, name) % ranks:
+                    message = f"the number of ranks, {ranks}, must divide {name} {getattr(sizes, name)} of {folder}"
+                    raise ConfigError("", message)
+            if ranks > 1:
+                mesh = init_device_mesh(device.type, (ranks,))
+                apply_tensor(model, plan, mesh, sequence_parallel=False, recompute_gathers=())
+
+        model = build_model(weights, sizes, dtype, device, shard)
+        caches = _add_caches(model, model.plan(), sizes, max_seq_len, ranks, dtype, device)
         eos = window_and_generation(folder)[1].get("eos_token_id")
         stop = {tokenizer.eos, *(eos if isinstance(eos, list) else [] if eos is None else [eos])}
         return cls(folder, model, caches, tokenizer, device, stop, chat_template or own_template, max_seq_len)

@@ -1,6 +1,8 @@
 """Loading of a model with its tokenizer."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -43,11 +45,32 @@ def load_model(
         raise ConfigError("", f"dtype {dtype!r}: must be a floating-point dtype, such as torch.bfloat16")
     weights = open_weights(resolve_checkpoint(Path(path)), None if base is None else Path(base), alone=True)
     tokenizer, _, trained_seq_len = load_text(weights)
+    sizes = weights.sizes.for_seq_len(max_seq_len or trained_seq_len)
+    return build_model(weights, sizes, dtype, torch.device(device)), tokenizer
+
+
+def build_model(
+    weights: WeightSource | AdapterSource,
+    sizes: Any,
+    dtype: torch.dtype,
+    device: torch.device,
+    shard: Callable[[nn.Module], None] = lambda model: None,
+) -> nn.Module:
+    """Return a model with its weights, in evaluation mode.
+
+    Args:
+        weights: Source of its parameters.
+        sizes: Dimensions of the model.
+        dtype: Type of the parameters.
+        device: Device of the parameters.
+        shard: Called with the model on the meta device, before its parameters are allocated.
+    """
     with torch.device("meta"):
-        model = weights.spec.model(weights.sizes.for_seq_len(max_seq_len or trained_seq_len)).to(dtype)
-    allocate(model, torch.device(device))
+        model = weights.spec.model(sizes).to(dtype)
+    shard(model)
+    allocate(model, device)
     weights.load_into(dict(model.named_parameters()))
-    return model.eval(), tokenizer
+    return model.eval()
 
 
 def load_text(weights: WeightSource | AdapterSource) -> tuple[Tokenizer, str, int]:
