@@ -34,8 +34,16 @@ from trainer.testing.parity import LIMITS, Row, Runs, build_rows, control_row
 
 
 def compare(runs: Runs, rows: Sequence[Row], misfits: Sequence[tuple[str, ConfigError]], num_gradients: int) -> bool:
-    """Print the table. Return whether all layouts pass and every negative control exceeds a limit. Raises ConfigError before the
-    first run. rows, misfits: result of build_rows."""
+    """Print the table. Return whether all layouts pass and every negative control exceeds a limit.
+
+    Args:
+        rows: From build_rows.
+        misfits: From build_rows.
+        num_gradients: Number of gradients to print for each row.
+
+    Raises:
+        ConfigError: No negative control fits the configuration. No run has started then.
+    """
     controls = {name: row for name, bug in BUGS.items() if (row := control_row(runs, bug)) is not None}
     if not controls:
         message = "no negative control fits the configuration: they need two ranks, with dp_shard, cp or tp"

@@ -320,7 +320,16 @@ def _peft_settings(folder: Path) -> dict[str, Any]:
 
 @torch.no_grad()
 def _load_peft(folder: Path, names: PeftNames, own: Tensors, trained: Tensors) -> None:
-    """Load this rank's parameters in place. own, trained: as in load_adapter. Raises CorruptError or ConfigError."""
+    """Load this rank's parameters in place.
+
+    Args:
+        own: This rank's parameters, as in load_adapter.
+        trained: As in load_adapter.
+
+    Raises:
+        CorruptError: The files are damaged.
+        ConfigError: The configuration is not supported, or the adapter is another one.
+    """
     with open_tensors(file_inside(folder, _PEFT_TENSORS)) as tensors:
         index = {}
         for key in tensors.keys():  # noqa: SIM118

@@ -49,7 +49,13 @@ class CachedAttention(nn.Module):
         return is_complete
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: None) -> Tensor:
-        """q: (1, heads, new tokens, head_dim); k, v: (1, kv heads, new tokens, head_dim)."""
+        """Append the new keys and values to the cache. Return the result of attention, (1, heads, new tokens, head_dim).
+
+        Args:
+            q: (1, heads, new tokens, head_dim).
+            k: (1, kv heads, new tokens, head_dim).
+            v: (1, kv heads, new tokens, head_dim).
+        """
         kv = self._append(torch.stack((k, v)))
         rows, columns = q.shape[2], kv.shape[3]
         if rows == 1:  # it needs no mask

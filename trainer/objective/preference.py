@@ -57,7 +57,12 @@ _PER_TOKEN = ("simpo", "orpo")
 
 
 def sum_by_document(values: Tensor, documents: Tensor, num_documents: int) -> Tensor:
-    """Return the sums of the values of each document, (batch, num_documents). values, documents: (batch, seq)."""
+    """Return the sums of the values of each document, (batch, num_documents).
+
+    Args:
+        values: (batch, seq).
+        documents: (batch, seq).
+    """
     index = documents.where(documents >= 0, num_documents)  # positions outside all documents are last
     sums = values.new_zeros(len(values), num_documents + 1)
     return sums.scatter_add(1, index.clamp(max=num_documents), values)[:, :num_documents]
@@ -93,8 +98,13 @@ class Preference:
         return (lengths[:, ::2] > 0).sum()
 
     def _by_pair(self, values: Tensor, documents: Tensor) -> Tensor:
-        """Return the sum of the values of each answer over all tokens, (pairs, 2). values, documents: (batch, seq / cp). The
-        gradient is that of this rank's tokens, times the number of cp ranks, because the result of each rank is divided by it."""
+        """Return the sum of the values of each answer over all tokens, (pairs, 2). The gradient is that of this rank's tokens,
+        times the number of cp ranks, because the result of each rank is divided by it.
+
+        Args:
+            values: (batch, seq / cp).
+            documents: (batch, seq / cp).
+        """
         return _sum_over(sum_by_document(values, documents, self.seq_len // 2 * 2).reshape(-1, 2), self.cp_group)
 
     def _sums(self, log_ratios: Tensor, lengths: Tensor) -> Tensor:

@@ -72,7 +72,13 @@ class FlexAttention(nn.Module):
         self.score_mod = None if cap is None else capped
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Tensor:
-        """q: (batch, heads, seq / cp, head_dim); k, v: (batch, kv heads, seq, head_dim)."""
+        """Return the result of attention, (batch, heads, seq / cp, head_dim).
+
+        Args:
+            q: (batch, heads, seq / cp, head_dim).
+            k: (batch, kv heads, seq, head_dim).
+            v: (batch, kv heads, seq, head_dim).
+        """
         gqa = q.shape[1] != k.shape[1]
         return self.attend(q, k, v, score_mod=self.score_mod, block_mask=mask, scale=self.kind.scale, enable_gqa=gqa)
 

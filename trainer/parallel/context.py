@@ -62,7 +62,13 @@ class AllGatherAttention(nn.Module):
         self.recompute = recompute
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
-        """q: (batch, heads, seq / cp, head_dim); k, v: (batch, kv heads, seq / cp, head_dim)."""
+        """Return the result for this rank's queries, (batch, heads, seq / cp, head_dim).
+
+        Args:
+            q: (batch, heads, seq / cp, head_dim).
+            k: (batch, kv heads, seq / cp, head_dim).
+            v: (batch, kv heads, seq / cp, head_dim).
+        """
         gather = partial(all_gather_sequence, mesh=self.mesh, dim=3)
         local = torch.stack((k, v))  # (2, batch, kv heads, seq / cp, head_dim)
         return call_with_gathered(lambda kv: self.kernel(q, *kv, mask), gather, local, recompute=self.recompute)

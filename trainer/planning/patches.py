@@ -75,7 +75,11 @@ def annotate_fsdp(
     around_gather: Callable[[], AbstractContextManager] = nullcontext,
 ) -> Iterator[None]:
     """Context manager that calls label(tensor, category) for FSDP's unreduced gradients and gathered parameters.
-    around_reduction, around_gather: functions that return a context manager for each reduction and for each gather."""
+
+    Args:
+        around_reduction: Returns a context manager for each reduction.
+        around_gather: Returns a context manager for each gather.
+    """
     reduce, gather, wait = FSDPParamGroup.post_backward, FSDPParamGroup.unshard, FSDPParamGroup.wait_for_unshard
 
     def label_accumulated(group: FSDPParamGroup) -> None:

@@ -34,7 +34,12 @@ def state_bytes(config: Config) -> int:
 
 def minimum_memory(config: Config, resolved: ResolvedRun, count: int, frozen: int = 0) -> tuple[int, int]:
     """Return the bytes of device memory and the bytes of host memory that a rank needs. Only parameters, gradients and optimizer
-    state are counted. count, frozen: number of trained and of frozen parameters of the rank."""
+    state are counted.
+
+    Args:
+        count: Number of trained parameters of the rank.
+        frozen: Number of its frozen parameters.
+    """
     frozen *= DTYPES[config.training.parameter_dtype].itemsize
     optimizer, parallel, fsdp = config.optimizer, config.parallel, resolved.dims.fsdp
     parameter, moments = _parameter_and_moment_bytes(config)

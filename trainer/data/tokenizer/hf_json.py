@@ -52,7 +52,12 @@ def added_tokens(special: Mapping[str, int]) -> list[dict[str, Any]]:
 
 
 def prepend_bos(bos: str, token: int) -> dict[str, Any]:
-    """Return the post-processor of a tokenizer.json that prepends BOS to every text. bos, token: its name and id."""
+    """Return the post-processor of a tokenizer.json that prepends BOS to every text.
+
+    Args:
+        bos: Name of the token.
+        token: Its id.
+    """
     parts = [
         [{"SpecialToken": {"id": bos, "type_id": i}}, {"Sequence": {"id": "AB"[i], "type_id": i}}] for i in range(2)
     ]
