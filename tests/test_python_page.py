@@ -64,9 +64,8 @@ def test_the_metric_of_an_objective_is_recorded(folder):
 def test_a_file_that_lacks_the_guard_of_its_main_part_is_told_so(folder):
     """The process that saves imports it again."""
     code = EXAMPLES["Your own loss and metric in the built trainer"]
-    (folder / "unguarded.py").write_text(
-        code.replace('"--run.name"', '"--checkpoint.async_mode", "process", "--run.name"')
-    )
+    settings = '"--checkpoint.async_mode", "process", "--run.name", "unguarded"'
+    (folder / "unguarded.py").write_text(code.replace('"--run.name", "smoothed"', settings))
     result = run(folder, "unguarded.py")
     assert result.returncode != 0
     assert "put the code that starts a run under if __name__ == '__main__'" in result.stderr

@@ -2,6 +2,7 @@
 
 import re
 import socket
+import threading
 import time
 
 import pytest
@@ -13,15 +14,18 @@ from trainer.runtime.rendezvous import LOOPBACK, connect, host_on_loopback, wait
 @pytest.fixture
 def time_passes(monkeypatch):
     """time_passes({n: function}): from now on sleeping only advances the clock, and the n-th sleep calls this function, which
-    returns the seconds that it takes in addition."""
+    returns the seconds that it takes in addition. Other threads of this process keep the real clock."""
     seconds, events, count = 100.0, {}, 0
+    test, real_sleep, real_monotonic = threading.get_ident(), time.sleep, time.monotonic
 
     def sleep(duration):
         nonlocal seconds, count
+        if threading.get_ident() != test:
+            return real_sleep(duration)
         count += 1
         seconds += duration + events.get(count, lambda: 0)()
 
-    monkeypatch.setattr(time, "monotonic", lambda: seconds)
+    monkeypatch.setattr(time, "monotonic", lambda: seconds if threading.get_ident() == test else real_monotonic())
     monkeypatch.setattr(time, "sleep", sleep)
     return events.update
 
