@@ -205,7 +205,7 @@ def test_a_rank_that_loads_its_shards_needs_little_more_memory(ranks, tmp_path, 
     sizes = {"dim": 512, "hidden_dim": 2048, "n_layers": 8, "n_heads": 8, "n_kv_heads": 8}
     flags = [word for name, value in sizes.items() for word in (f"--model.overrides.{name}", str(value))]
     for shards, growth in ranks(2).run(memory_of_loading, [*flags, *layout], tmp_path / "model"):
-        assert growth < 0.5 * shards
+        assert growth < shards  # with pages of the file, of which kernels map more or fewer at once
 
 
 def test_excluded_parameters_keep_their_random_values(ranks, tiny, tmp_path, hf_model):
