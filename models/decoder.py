@@ -96,7 +96,7 @@ class Decoder(nn.Module):
         """See models.spec.Model."""
         tied = self.output.weight is self.tok_embeddings.weight
         return ParallelPlan(
-            blocks="layers",
+            blocks_path="layers",
             pre_blocks=("tok_embeddings",),
             post_blocks=("norm", "output"),
             # With tied embeddings, the embedding and the output share a parameter, so both must be in one unit.

@@ -88,21 +88,21 @@ def gemma3(sizes: Gemma3Sizes) -> Decoder:
     return _decoder(sizes, lambda kind: Attention(sizes, kind, q_norm=norm(), k_norm=norm()), None)
 
 
-def _adapt(config: Config, period: int = 2) -> Config:
+def _read(config: Config, period: int = 2) -> Config:
     """period: distance between layers without a window."""
     if config.get("use_bidirectional_attention"):
         raise ValueError("use_bidirectional_attention true: this model supports only false")
     return with_layer_types(config, lambda i: (i + 1) % period != 0)
 
 
-def _adapt_gemma3(config: Config) -> Config:
+def _read_gemma3(config: Config) -> Config:
     theta = sliding_theta(config, first(config.get("rope_local_base_freq"), 10_000.0))
     period = first(config.get("sliding_window_pattern"), 6)
     require("sliding_window_pattern", period, int)
-    return {**_adapt(config, period), "rope_local_base_freq": theta}
+    return {**_read(config, period), "rope_local_base_freq": theta}
 
 
-def _extra_gemma3(sizes: Gemma3Sizes) -> Config:
+def _write_gemma3(sizes: Gemma3Sizes) -> Config:
     """Return the fields of all versions of transformers: 4.51 reads the distance between layers without a window instead of
     layer_types."""
     types = sizes.all_layer_types
@@ -153,8 +153,8 @@ GEMMA2 = ModelSpec(
         sizes_type=Gemma2Sizes,
         fixed=_FIXED,
         defaults=_DEFAULTS | {"vocab_size": 256000, "max_position_embeddings": 8192},
-        adapt=_adapt,
-        extra=write_windows,
+        read=_read,
+        write=write_windows,
     ),
 )
 
@@ -192,7 +192,7 @@ GEMMA3 = ModelSpec(
         sizes_type=Gemma3Sizes,
         fixed=_FIXED | {"attn_logit_softcapping": None, "final_logit_softcapping": None},
         defaults=_DEFAULTS | {"vocab_size": 262208, "rope_theta": 1e6, "max_position_embeddings": 131072},
-        adapt=_adapt_gemma3,
-        extra=_extra_gemma3,
+        read=_read_gemma3,
+        write=_write_gemma3,
     ),
 )

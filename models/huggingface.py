@@ -84,10 +84,10 @@ class HuggingFace:
     """Key of config.json -> the only supported value, which is also transformers' default."""
     defaults: Config = field(default_factory=dict)
     """Key of config.json -> transformers' default, if it differs from _DEFAULTS or, for other keys, from the size's default."""
-    adapt: Callable[[Config], Config] = lambda config: config
+    read: Callable[[Config], Config] = lambda config: config
     """Function (config.json with defaults) -> config.json with the keys and values of all families. Raises ValueError."""
-    extra: Callable[[Any], Config] = lambda sizes: {}
-    """Inverse of `adapt`: function (sizes) -> the part of config.json that is specific to this family."""
+    write: Callable[[Any], Config] = lambda sizes: {}
+    """Inverse of `read`: function (sizes) -> the part of config.json that is specific to this family."""
     names: Mapping[str, str] = field(default_factory=lambda: NAMES)
     """Name of a module -> its name in Hugging Face's format. Modules of one name are stored as one tensor, in this order."""
     is_paired: bool = False
@@ -163,7 +163,7 @@ class HuggingFace:
         _check(config, common)
         derived = {"num_key_value_heads": config["num_attention_heads"]}
         derived["head_dim"] = config["hidden_size"] // config["num_attention_heads"]
-        config = self.adapt({**config, **{key: v for key, v in derived.items() if config.get(key) is None}})
+        config = self.read({**config, **{key: v for key, v in derived.items() if config.get(key) is None}})
         _check(config, own - common)
         values = {f.name: config[_key(f.name)] for f in own if _key(f.name) in config}
         names = {f.name for f in fields(self.sizes_type)}
@@ -196,7 +196,7 @@ class HuggingFace:
             "head_dim": sizes.head_dim,
             "max_position_embeddings": max(context_window, sizes.context_window),
             **write_rope(sizes),
-            **self.extra(sizes),
+            **self.write(sizes),
         }
 
 

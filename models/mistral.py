@@ -79,14 +79,14 @@ def ministral3(sizes: Ministral3Sizes) -> Decoder:
     return pre_norm_decoder(sizes, lambda kind: ScaledQueryAttention(sizes, kind))
 
 
-def _adapt(config: Config) -> Config:
+def _read(config: Config) -> Config:
     rope = rope_object(config)
     if rope.get("llama_4_scaling_beta") is None:
         raise ValueError("llama_4_scaling_beta is missing")
     return {**config, "llama_4_scaling_beta": rope["llama_4_scaling_beta"]}
 
 
-def _extra(sizes: Ministral3Sizes) -> Config:
+def _write(sizes: Ministral3Sizes) -> Config:
     rope = first(write_rope(sizes)["rope_scaling"], {"rope_type": "default"})
     beta, length = sizes.llama_4_scaling_beta, sizes.rope_original_seq_len
     more = {"llama_4_scaling_beta": beta, "original_max_position_embeddings": length}
@@ -113,7 +113,7 @@ MINISTRAL3 = ModelSpec(
         fixed={"hidden_act": "silu", "sliding_window": None},
         defaults={"rms_norm_eps": 1e-5, "head_dim": 128, "num_key_value_heads": 8, "rope_theta": 1e6}
         | {"max_position_embeddings": 262144},
-        adapt=_adapt,
-        extra=_extra,
+        read=_read,
+        write=_write,
     ),
 )

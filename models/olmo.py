@@ -72,7 +72,7 @@ OLMO2 = ModelSpec(
 )
 
 
-def _adapt(config: Config) -> Config:
+def _read(config: Config) -> Config:
     full = first(rope_object(config).get("rope_theta"), config["rope_theta"])
     if sliding_theta(config, full) != full:
         raise ValueError(f"rope_theta {text_of(full)}: must be equal in full_attention and sliding_attention")
@@ -95,7 +95,7 @@ OLMO3 = ModelSpec(
         architecture="Olmo3ForCausalLM",
         sizes_type=Olmo3Sizes,
         defaults={"rms_norm_eps": 1e-5, "rope_theta": 500_000.0, "sliding_window": 4096},
-        adapt=_adapt,
-        extra=lambda sizes: write_windows(sizes) | write_rope_by_type(sizes, sizes.rope_theta),
+        read=_read,
+        write=lambda sizes: write_windows(sizes) | write_rope_by_type(sizes, sizes.rope_theta),
     ),
 )

@@ -22,7 +22,7 @@ class PhiSizes(WindowedSizes):
         return int(self.head_dim * self.partial_rotary_factor)
 
 
-def _adapt(config: Config) -> Config:
+def _read(config: Config) -> Config:
     rope = rope_object(config)
     factor = first(rope.get("partial_rotary_factor"), config.get("partial_rotary_factor"), 1.0)
     if first(rope.get("rope_type"), rope.get("type"), "") in ("su", "yarn"):  # names of longrope in early files
@@ -30,7 +30,7 @@ def _adapt(config: Config) -> Config:
     return {**config, "partial_rotary_factor": factor}
 
 
-def _extra(sizes: PhiSizes) -> Config:
+def _write(sizes: PhiSizes) -> Config:
     original = {"original_max_position_embeddings": sizes.rope_original_seq_len}
     if sizes.rope_type == "default":
         return original
@@ -62,8 +62,8 @@ PHI = ModelSpec(
         architecture="Phi3ForCausalLM",
         sizes_type=PhiSizes,
         defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
-        adapt=_adapt,
-        extra=_extra,
+        read=_read,
+        write=_write,
         byte_level_class="GPT2Tokenizer",  # llama.cpp reads tokenizer.model otherwise
         names=NAMES
         | dict.fromkeys(("attention.wq", "attention.wk", "attention.wv"), "self_attn.qkv_proj")

@@ -37,7 +37,7 @@ def qwen3(sizes: Qwen3Sizes) -> Decoder:
     return pre_norm_decoder(sizes, attention)
 
 
-def _adapt(config: Config) -> Config:
+def _read(config: Config) -> Config:
     if not config.get("use_sliding_window"):
         return {**config, "sliding_window": None}
     full = first(config.get("max_window_layers"), 28)
@@ -46,14 +46,14 @@ def _adapt(config: Config) -> Config:
     return with_layer_types(config, lambda i: i >= full)
 
 
-def _extra(sizes: QwenSizes) -> Config:
+def _write(sizes: QwenSizes) -> Config:
     types = sizes.all_layer_types
     first_sliding = types.index("sliding") if "sliding" in types else sizes.n_layers
     windows = {"use_sliding_window": sizes.window is not None, "max_window_layers": first_sliding}
     return write_layer_types(sizes) | windows
 
 
-_huggingface = partial(HuggingFace, adapt=_adapt, extra=_extra)
+_huggingface = partial(HuggingFace, read=_read, write=_write)
 _DEFAULTS = {"num_key_value_heads": 32, "sliding_window": 4096, "max_position_embeddings": 32768}
 
 _tied = partial(QwenSizes, vocab_size=151936, tied_embeddings=True)

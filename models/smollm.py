@@ -42,7 +42,7 @@ def smollm3(sizes: SmolLM3Sizes) -> Decoder:
     return pre_norm_decoder(sizes, lambda kind: Attention(sizes, kind, qkv_bias=bias, out_bias=bias))
 
 
-def _adapt(config: Config) -> Config:
+def _read(config: Config) -> Config:
     layers, interval = config["num_hidden_layers"], first(config.get("no_rope_layer_interval"), 4)
     require("no_rope_layer_interval", interval, int)
     rotated = first(config.get("no_rope_layers"), [(i + 1) % interval != 0 for i in range(layers)])
@@ -55,7 +55,7 @@ def _adapt(config: Config) -> Config:
     return {**config, "sliding_window": window, "no_rope_layers": [bool(has_rope) for has_rope in rotated]}
 
 
-def _extra(sizes: SmolLM3Sizes) -> Config:
+def _write(sizes: SmolLM3Sizes) -> Config:
     rotated = [int(has_rope) for has_rope in repeated(sizes.no_rope_layers, sizes.n_layers)]
     windows = {"use_sliding_window": sizes.window is not None, **write_layer_types(sizes)}
     return windows | {"no_rope_layers": rotated}
@@ -77,7 +77,7 @@ SMOLLM3 = ModelSpec(
         fixed={"hidden_act": "silu", "mlp_bias": False},
         defaults={"num_key_value_heads": 4, "tie_word_embeddings": True, "rope_theta": 2e6}
         | {"max_position_embeddings": 32768},
-        adapt=_adapt,
-        extra=_extra,
+        read=_read,
+        write=_write,
     ),
 )

@@ -75,7 +75,7 @@ class LayerKind:
 class ParallelPlan:
     """Description of how a model may be sharded. It refers to the model's modules by name."""
 
-    blocks: str
+    blocks_path: str
     """Name of the container of the blocks. Each block is named by its index. Blocks pass one hidden state (batch, seq, dim) to
     each other and are sharded, recomputed, compiled and pipelined one by one. Their forward is (h, context)."""
     pre_blocks: tuple[str, ...]

@@ -114,7 +114,7 @@ def build_trainer(
     log_summary(config, resolved, device, deterministic, _attention_kernels(config, resolved, device), datasets)
     stragglers = StragglerDetector(config.resilience.straggler_ratio, device)
     for part in model_parts.values():
-        stragglers.time_blocks_of(part.get_submodule(resolved.plan.blocks))
+        stragglers.time_blocks_of(part.get_submodule(resolved.plan.blocks_path))
     logged = LoggedRun(config.run.name, folder, config.training.steps, config.metrics)
     sinks = build_sinks(config.metrics.sinks, logged, is_writer=dist.get_rank() == 0)
     stop = StopRequest()

@@ -49,7 +49,7 @@ def build_model_parts(
         attention_backend,
         partial(
             apply_lora,
-            blocks=resolved.plan.blocks,
+            blocks=resolved.plan.blocks_path,
             trained=resolved.trained,
             config=config.lora,
             seed=config.run.seed,

@@ -57,7 +57,7 @@ def block_and_inputs(name: str, size: str, tokens: int) -> tuple[nn.Module, Tens
     context = Context.of(torch.zeros(1, tokens, dtype=torch.int64))
     context = context._replace(rope=kind.rope(context.positions))
     hidden = torch.zeros(1, tokens, sizes.dim, dtype=torch.bfloat16, requires_grad=True)
-    (block,) = model.get_submodule(model.plan().blocks).children()
+    (block,) = model.get_submodule(model.plan().blocks_path).children()
     return block, hidden, context
 
 

@@ -132,7 +132,7 @@ def inject_straggler(build) -> None:
     def build_slow_parts(config, resolved, *args):
         parts = original(config, resolved, *args)
         for part in parts.values():
-            for block in part.get_submodule(resolved.plan.blocks).children():
+            for block in part.get_submodule(resolved.plan.blocks_path).children():
                 block.forward = twice_as_slow(block.forward)
         return parts
 

@@ -31,7 +31,9 @@ def gradients(mode, compiled):
     with torch.device("meta"):
         model = llama(SIZES)
     plan = model.plan()
-    adapt = partial(apply_lora, blocks=plan.blocks, trained=select_parameters(model, plan, LORA), config=LORA, seed=0)
+    adapt = partial(
+        apply_lora, blocks=plan.blocks_path, trained=select_parameters(model, plan, LORA), config=LORA, seed=0
+    )
     meshes, stages = Meshes(ParallelDims.from_config(config, config.tp), CPU), partition_blocks(model, plan, config)
     settings = (config, ActivationCheckpointConfig(mode=mode), compiled, "fp32", 16, False, CPU_BACKEND, adapt)
     # Without code generation, which takes long and is not tested here.

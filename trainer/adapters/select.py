@@ -59,7 +59,7 @@ def select_parameters(model: nn.Module, plan: ParallelPlan, config: LoraConfig) 
     names = {parameter: name for name, parameter in model.named_parameters()}
     if config.rank is None:
         return TrainedParameters(frozenset(names.values()), {})
-    blocks = f"{plan.blocks}."
+    blocks = f"{plan.blocks_path}."
     linear = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and n.startswith(blocks)}
     owners = {n: m for n, m in model.named_modules() if list(m.parameters(recurse=False))}
     targets = matching("lora.targets", config.targets, linear, "linear module of the blocks")
@@ -78,7 +78,7 @@ def require_trained_vocabulary(model: nn.Module, plan: ParallelPlan, trained: Tr
     """Raise ConfigError if a matrix with one row for each token is frozen. model: the complete model, without adapters."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     tables = {n: m for n, m in model.named_modules() if isinstance(m, nn.Embedding | nn.Linear)}
-    outside = [n for n in tables if not n.startswith(f"{plan.blocks}.")]
+    outside = [n for n in tables if not n.startswith(f"{plan.blocks_path}.")]
     if any(names[tables[n].weight] not in trained.fully for n in outside):
         needed = ",".join(dict.fromkeys(names[tables[n].weight].removesuffix(".weight") for n in outside))
         message = (

@@ -252,7 +252,7 @@ def _add_caches(
     try:
         for name in plan.kinds:  # the kernels know which keys are visible
             model.set_submodule(f"{plan.masks}.{name}", CausalMask(None))
-        blocks = model.get_submodule(plan.blocks).children()
+        blocks = model.get_submodule(plan.blocks_path).children()
         for block, kind in zip(blocks, plan.layer_kinds, strict=True):
             shape = sizes.n_kv_heads // ranks, max_seq_len, sizes.head_dim
             cache = CachedAttention(plan.kinds[kind], *shape, dtype, device)

@@ -156,7 +156,7 @@ def apply_attention(
     replaced = {name: kind for name, kind in plan.kinds.items() if not is_plain(kind, seq_len, cp.size(), by_document)}
     for name, kind in replaced.items():
         model.set_submodule(f"{plan.masks}.{name}", attention_backend.mask(kind, cp, by_document, dtype))
-    for name, block in model.get_submodule(plan.blocks).named_children():
+    for name, block in model.get_submodule(plan.blocks_path).named_children():
         if (kind := replaced.get(plan.layer_kinds[int(name)])) is None:
             continue
         kernel = attention_backend.attention(kind)

@@ -26,7 +26,7 @@ def apply_fsdp(model: nn.Module, plan: ParallelPlan, mesh: DeviceMesh, config: P
     axes = ("dp_replicate", "fsdp") if mesh["dp_replicate"].size() > 1 else ("fsdp",)
     shard = partial(fully_shard, mesh=mesh[axes], mp_policy=policy, offload_policy=offload)
     reshard, reshard_last = _reshard(config)
-    blocks = list(model.get_submodule(plan.blocks).children())
+    blocks = list(model.get_submodule(plan.blocks_path).children())
     for block in blocks:
         shard(block, reshard_after_forward=reshard)
     others = []  # one module of each unit outside the blocks

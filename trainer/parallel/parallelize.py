@@ -85,7 +85,7 @@ def parallelize(
         adapt(model)
         apply_attention(model, plan, cp, seq_len, document_mask, DTYPES[dtype], attention_backend, recompute_gathers)
         offloaded = [name for name, policy in policies.items() if policy == "all" and checkpointing.offload_inputs]
-        for name, block in model.get_submodule(plan.blocks).named_children():
+        for name, block in model.get_submodule(plan.blocks_path).named_children():
             block.forward = block_forward(block.forward, policies[name], checkpointing, compiled, tp.size() > 1)
             if name in offloaded:
                 block.forward = offloader.wrap(block.forward, is_first=name == offloaded[0])

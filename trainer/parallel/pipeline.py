@@ -75,7 +75,7 @@ def stages_per_rank(config: ParallelConfig) -> int:
 def partition_blocks(model: nn.Module, plan: ParallelPlan, config: ParallelConfig) -> list[Stage]:
     """Return all stages of the pipeline in order. Without a pipeline, the full model is one stage. Raises ConfigError if the
     blocks cannot be partitioned as configured. model: the full model, on the meta device."""
-    names = [f"{plan.blocks}.{name}" for name, _ in model.get_submodule(plan.blocks).named_children()]
+    names = [f"{plan.blocks_path}.{name}" for name, _ in model.get_submodule(plan.blocks_path).named_children()]
     per_rank = stages_per_rank(config)
     count = config.pp * per_rank if config.pp > 1 else 1
     if len(names) < count:
@@ -112,7 +112,7 @@ def _weights(model: nn.Module, plan: ParallelPlan) -> list[int]:
     def parameters(module: nn.Module) -> int:
         return sum(p.numel() for p in module.parameters())
 
-    weights = [parameters(block) for block in model.get_submodule(plan.blocks).children()]
+    weights = [parameters(block) for block in model.get_submodule(plan.blocks_path).children()]
     weights[0] += sum(parameters(model.get_submodule(name)) for name in plan.pre_blocks)
     weights[-1] += sum(parameters(model.get_submodule(name)) for name in plan.post_blocks)
     return weights
@@ -158,7 +158,7 @@ def prune_to_stage(model: nn.Module, plan: ParallelPlan, stage: Stage) -> None:
     """Remove the modules of other stages, in place. Remaining parameters keep their names."""
     for name in plan.pre_blocks * (not stage.is_first) + plan.post_blocks * (not stage.is_last):
         model.set_submodule(name, _PassThrough())
-    blocks = model.get_submodule(plan.blocks)
+    blocks = model.get_submodule(plan.blocks_path)
     for name, _ in list(blocks.named_children()):
         if int(name) not in stage.blocks:
             delattr(blocks, name)

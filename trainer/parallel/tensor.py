@@ -132,14 +132,14 @@ def apply_tensor(
         sequence_parallel: Whether activations between the sharded modules are sharded along the sequence.
         recompute_gathers: Names of the blocks in which backward repeats the gathers of activations.
     """
-    outside = styles(sequence_parallel, recompute_all_gather=False)
+    keeping, recomputing = (styles(sequence_parallel, recompute_all_gather=choice) for choice in (False, True))
     with kept_ties(model):
         for name, style in plan.tensor.items():
             module = model.get_submodule(name)
             if list(module.parameters()):  # a pipeline stage does not have all modules of the plan
-                parallelize_module(module, mesh, outside[style], src_data_rank=None)
-    for block_name, block in model.get_submodule(plan.blocks).named_children():
-        inside = styles(sequence_parallel, block_name in recompute_gathers)
+                parallelize_module(module, mesh, keeping[style], src_data_rank=None)
+    for block_name, block in model.get_submodule(plan.blocks_path).named_children():
+        inside = recomputing if block_name in recompute_gathers else keeping
         for name, style in plan.tensor_block.items():
             parallelize_module(block.get_submodule(name), mesh, inside[style], src_data_rank=None)
 

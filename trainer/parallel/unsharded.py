@@ -20,7 +20,7 @@ def cast_parameters(model: nn.Module, plan: ParallelPlan, dtype: torch.dtype) ->
     if all(p.dtype == dtype for p in model.parameters()):
         return
     outside_blocks = [model.get_submodule(name) for names in plan.fsdp_units for name in names]
-    modules = [*model.get_submodule(plan.blocks).children(), *outside_blocks]
+    modules = [*model.get_submodule(plan.blocks_path).children(), *outside_blocks]
     assert {p for m in modules for p in m.parameters()} == set(model.parameters()), "plan.fsdp_units is incomplete"
     output = model.get_submodule(plan.post_blocks[-1])
     for module in modules:
