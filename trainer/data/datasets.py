@@ -11,7 +11,7 @@ from trainer.config.fields import did_you_mean
 from trainer.data.prepare.prepare import prepare, writing
 from trainer.data.sampling.packing import pack
 from trainer.data.sources import DATASETS
-from trainer.data.sources.text import SHIPPED
+from trainer.data.sources.records import SHIPPED
 from trainer.data.store.held_out import open_splits
 from trainer.data.store.store import read_description, store_digest
 from trainer.data.tokenizer.protocol import Tokenizer
