@@ -54,8 +54,9 @@ def print_samples(run: Path, step: int) -> None:
     seq_len, data = config.training.seq_len, config.data
     consumed, skipped_samples = samples_of_step(run, step)
     tokenizer = load_tokenizer(config.tokenizer)
-    stores = prepare_datasets(data, {}, config.tokenizer, tokenizer, seq_len, config.preference.enabled)
-    datasets = open_datasets(data, {}, stores, seq_len)
+    pairs, evaluates = config.preference.enabled, config.evaluation.interval_steps > 0
+    stores = prepare_datasets(data, {}, config.tokenizer, tokenizer, seq_len, pairs, evaluates)
+    datasets = open_datasets(data, {}, stores, seq_len, evaluates)
     order = SampleOrder(datasets.sizes, datasets.phases, config.run.seed, data.shuffle, skipped_samples)
     starts, names = np.cumsum([0, *datasets.sizes]), list(dataset_configs(data))
     for position, index in zip(order.global_index(consumed).tolist(), order(consumed).tolist(), strict=True):

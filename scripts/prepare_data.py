@@ -24,6 +24,7 @@ from trainer.config.command_line import Arguments, config_from_command_line, die
 from trainer.config.load import DATA_SECTIONS
 from trainer.data.datasets import all_dataset_configs, blame_setting, pack_splits
 from trainer.data.prepare.prepare import prepare, unused_fields
+from trainer.data.store.held_out import open_splits
 from trainer.data.store.store import SPLITS, check_content, open_store, read_description
 from trainer.data.tokenizer.backends import load_tokenizer
 from trainer.system import console
@@ -80,7 +81,10 @@ def main() -> None:
                     check_content(folder)
                     print("  intact: every file has the content that was written")
                 if not is_sharded:
-                    pack_splits(dataset, folder, config.training.seq_len, config.preference.enabled)
+                    evaluates = config.evaluation.interval_steps > 0
+                    pack_splits(dataset, folder, config.training.seq_len, config.preference.enabled, evaluates)
+                    if note := open_splits(folder, dataset, evaluates).note:
+                        print(f"  {note}")
 
 
 if __name__ == "__main__":

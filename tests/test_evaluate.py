@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -90,6 +91,52 @@ def test_an_unknown_dataset_in_keep_best_on_is_an_error(ranks, two_datasets, tmp
         RankError, match=r"evaluation\.keep_best_on: unknown evaluation dataset; available: held_out, other"
     ):
         run(ranks, two_datasets[0], tmp_path, "--evaluation.keep_best_on", "ohter")
+
+
+@pytest.fixture(scope="module")
+def one_text(tiny, tmp_path_factory):
+    """Arguments of a run on one file of 480 tokens."""
+    folder = tmp_path_factory.mktemp("one_text")
+    (folder / "my.txt").write_text("a text of my own\n" * 80)
+    text = Path(tiny[1]).read_text().replace("held_out_fraction = 0.1", "held_out_fraction = 0.02")
+    lines = [f'path = "{folder}/my.txt"' if line.startswith("path") else line for line in text.splitlines()]
+    (folder / "one.toml").write_text("\n".join([*lines, "[evaluation]", "interval_steps = 2"]))
+    return ["--config", str(folder / "one.toml")]
+
+
+def test_one_text_file_trains_and_evaluates_equally_on_two_ranks_and_after_a_resume(ranks, one_text, tmp_path, capfd):
+    folder = run(ranks, one_text, tmp_path, "--checkpoint.interval_steps", "2")
+    output = capfd.readouterr()
+    one = records(folder, "eval")
+    shutil.rmtree(folder / "checkpoints" / "step-00000004")
+    two = records(run(ranks, one_text, tmp_path, "--checkpoint.interval_steps", "2", size=2), "eval")
+    assert [record["step"] for record in one] == [record["step"] for record in two] == [2, 4]
+    assert one[1]["loss"] == pytest.approx(two[1]["loss"], rel=5e-6)
+    assert one[0]["num_targets"] == 12
+    assert "so that the last 13 of 642 tokens are held out instead" in output.out
+    assert "nats over only 12 tokens (" in output.out
+    assert (
+        "warning: held_out: its loss will be rough, because it has only 12 target tokens; increase [data] held_out_fraction, or "
+        "name other data in [evaluation] datasets (with held_out_fraction = 0, these alone are evaluated); without evaluation, "
+        "set interval_steps = 0"
+    ) in output.err
+
+
+def test_a_run_without_evaluation_is_not_resumed_with_evaluation_of_what_it_was_trained_on(ranks, one_text, tmp_path):
+    run(ranks, one_text, tmp_path, "--evaluation.interval_steps", "0", "--training.steps", "2")
+    with pytest.raises(RankError, match=r'cannot resume from .*: data was "text-.{16}", is "text-.{16}-last-13"'):
+        run(ranks, one_text, tmp_path)
+
+
+def test_data_without_a_sample_to_evaluate_names_all_ways_out(ranks, tiny, tmp_path):
+    (tmp_path / "my.txt").write_text("equal files\n" * 20)
+    (tmp_path / "same.txt").write_text("equal files\n" * 20)
+    message = (
+        r"evaluation\.interval_steps: the documents of held_out give no sample with a target; increase \[data\] "
+        r"held_out_fraction, or name other data in \[evaluation\] datasets .*; without evaluation, set interval_steps = 0"
+    )
+    with pytest.raises(RankError, match=message):
+        run(ranks, tiny, tmp_path, "--data.path", f"{tmp_path}/*.txt", "--evaluation.interval_steps", "2")
 
 
 # ------------------------------------------------------------ phases of a mixture

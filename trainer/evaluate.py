@@ -20,6 +20,11 @@ from trainer.system import console
 
 _CHUNK_SAMPLES = 256
 """Number of samples whose targets are counted at once."""
+_FEW = {"num_targets": 1000, "num_pairs": 100}
+"""Unit of an objective -> number of terms below which a mean is rough. The losses of tokens differ by about 2 nats, so the mean
+of 1,000 has a standard error of about 0.06."""
+_FEW_SAMPLES = 64
+"""Maximum number of samples whose targets are counted when a run starts."""
 
 
 @dataclass(frozen=True)
@@ -34,15 +39,27 @@ class EvalSet:
     """Number of bytes of each token's text, shape (vocab_size,)."""
 
     @functools.cached_property
-    def target_statistics(self) -> tuple[float, int]:
-        """Return the unigram entropy of the target tokens in nats, and the number of bytes in their text. The entropy is the
-        lowest possible loss of a model that ignores all context."""
+    def target_counts(self) -> np.ndarray:
+        """Return how often each token is a target, shape (vocab_size,)."""
         counts = np.zeros(len(self.text_bytes), np.int64)
         for first in range(0, self.num_samples, _CHUNK_SAMPLES):
             labels = self.samples[np.arange(first, min(first + _CHUNK_SAMPLES, self.num_samples))].labels.numpy()
             counts += np.bincount(labels[labels != IGNORE_INDEX], minlength=len(counts))
+        return counts
+
+    @functools.cached_property
+    def target_statistics(self) -> tuple[float, int]:
+        """Return the unigram entropy of the target tokens in nats, and the number of bytes in their text. The entropy is the
+        lowest possible loss of a model that ignores all context."""
+        counts = self.target_counts
         shares = counts[counts > 0] / counts.sum()
         return float(-(shares * np.log(shares)).sum()), int(counts @ self.text_bytes)
+
+
+_WAYS_OUT = (
+    "increase [data] held_out_fraction, or name other data in [evaluation] datasets (with held_out_fraction = 0, these alone are "
+    "evaluated); without evaluation, set interval_steps = 0"
+)
 
 
 def build_eval_sets(
@@ -58,12 +75,15 @@ def build_eval_sets(
     for name, samples in sets.items():
         if not len(samples):
             raise ConfigError(
-                "evaluation.interval_steps",
-                f"the documents of {name} do not fill one sample of training.seq_len tokens; increase [data] held_out_fraction "
-                "or use another dataset",
+                "evaluation.interval_steps", f"the documents of {name} give no sample with a target; {_WAYS_OUT}"
             )
     limit, table = config.max_samples or math.inf, text_bytes()
-    return [EvalSet(name, samples, min(len(samples), limit), table) for name, samples in sets.items()]
+    eval_sets = [EvalSet(name, samples, min(len(samples), limit), table) for name, samples in sets.items()]
+    for dataset in eval_sets:
+        if dataset.num_samples <= _FEW_SAMPLES and (targets := int(dataset.target_counts.sum())) < _FEW["num_targets"]:
+            message = f"its loss will be rough, because it has only {targets} target tokens"
+            console.warning(f"{dataset.name}: {message}; {_WAYS_OUT}")
+    return eval_sets
 
 
 @dataclass(frozen=True)
@@ -98,15 +118,14 @@ class Evaluator:
         totals = {name: torch.stack([result[name] for result, _ in sums]).double().sum().item() for name in sums[0][0]}
         means = {name: total / max(1, num_terms) for name, total in totals.items()}
         loss = means["loss"]
+        over = f"over {'only ' * (num_terms < _FEW.get(objective.unit, 0))}{num_terms}"
         if objective.metrics:
             shown = ", ".join(f"{name} {means[name]:.4f}" for name in objective.metrics)
-            console.info(
-                f"{dataset.name}: loss {loss:.4f} over {num_terms} {objective.unit.removeprefix('num_')} ({shown})"
-            )
+            console.info(f"{dataset.name}: loss {loss:.4f} {over} {objective.unit.removeprefix('num_')} ({shown})")
             return means | {objective.unit: num_terms}
         entropy, num_bytes = dataset.target_statistics
         console.info(
-            f"{dataset.name}: loss {loss:.4f} nats over {num_terms} tokens (unigram entropy of these tokens: {entropy:.4f}, "
+            f"{dataset.name}: loss {loss:.4f} nats {over} tokens (unigram entropy of these tokens: {entropy:.4f}, "
             f"entropy minus loss: {entropy - loss:+.4f})"
         )
         perplexity = math.exp(min(loss, 700.0))

@@ -92,7 +92,7 @@ COMMAND_LINES = {
     "--checkpoint.enabled True": "--checkpoint.enabled True: expected true or false; did you mean 'true'?",
     "--training.max_norm None": "--training.max_norm None: expected a number or none; did you mean 'none'?",
     "--data.dataset JSONL": (
-        "--data.dataset JSONL: expected one of python_stdlib, text, jsonl, parquet, huggingface, tokens, chat, preference, "
+        "--data.dataset JSONL: expected one of python_stdlib, text, jsonl, parquet, csv, huggingface, tokens, chat, preference, "
         "prepared; did you mean 'jsonl'?"
     ),
     "--run.seed -1": "--run.seed -1: must be at least 0",
@@ -113,6 +113,17 @@ COMMAND_LINES = {
     ),
     f"--data.datasets.a text:{__file__} --data.path x": "--data.path x: has an effect only with empty [data] datasets",
     f"--checkpoint.init_from {__file__}": f"--checkpoint.init_from {__file__}: is a file, not a folder",
+    "--data.dataset chat --data.columns.questoin q": (
+        "--data.columns.questoin q: unknown field; it must be one of messages, conversations, prompt, completion, instruction, "
+        "input, output, question, answer, chosen, rejected, system, tools, role, content; did you mean 'question'?"
+    ),
+    "--data.columns.question q": "--data.columns.question q: has an effect only with a chat or preference dataset",
+    "--data.dataset chat --data.path no/such.jsonl": (
+        "--data.path no/such.jsonl: no such file or folder, and no file matches the pattern"
+    ),
+    "--data.dataset chat --data.path tests/such": (
+        "--data.path tests/such: no such file or folder, and no file matches the pattern"
+    ),
     "--data.held_out_fraction 0.9": "--data.held_out_fraction 0.9: must be at most 0.5",
     "--lr_schedule.name cosin": (
         "--lr_schedule.name cosin: expected one of cosine, linear, warmup_stable_decay; did you mean 'cosine'?"
@@ -142,10 +153,10 @@ COMMAND_LINES = {
     ),
     "--data.path x": "--data.path x: has an effect only with [data] dataset != python_stdlib",
     "--data.text_field body": (
-        "--data.text_field body: has an effect only with a jsonl, parquet or huggingface dataset"
+        "--data.text_field body: has an effect only with a jsonl, parquet, csv or huggingface dataset"
     ),
-    "--data.subset en": "--data.subset en: has an effect only with a huggingface dataset",
-    "--data.split test": "--data.split test: has an effect only with a huggingface dataset",
+    "--data.subset en": "--data.subset en: has an effect only with a huggingface, chat or preference dataset",
+    "--data.split test": "--data.split test: has an effect only with a huggingface, chat or preference dataset",
     "--data.token_dtype uint32": "--data.token_dtype uint32: has an effect only with a tokens dataset",
     "--model.overrides.a.b 4": "--model.overrides.a.b 4: 'a.b' is not a valid name",
     "--optimizer.lr 1" + 400 * "0": "--optimizer.lr 1" + 400 * "0" + ": expected a number",
@@ -325,13 +336,14 @@ ONLY_WITH = {
     "data.dataset": "empty [data] datasets",
     "data.path": "empty [data] datasets and [data] dataset != python_stdlib",
     "data.mixture": "[data] datasets",
-    "data.text_field": "a jsonl, parquet or huggingface dataset",
-    "data.subset": "a huggingface dataset",
-    "data.split": "a huggingface dataset",
+    "data.text_field": "a jsonl, parquet, csv or huggingface dataset",
+    "data.subset": "a huggingface, chat or preference dataset",
+    "data.split": "a huggingface, chat or preference dataset",
     "data.token_dtype": "a tokens dataset",
     "data.chat_template": "a chat or preference dataset",
     "data.allowed_special": "a chat or preference dataset",
     "data.ignored_fields": "a chat or preference dataset",
+    "data.columns": "a chat or preference dataset",
     "data.long_documents": "[data] packing = best-fit or none",
     **{
         f"lora.{name}": "[lora] rank"

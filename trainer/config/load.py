@@ -13,9 +13,9 @@ import tomli
 
 from trainer.config.fields import Setting, coerce, did_you_mean, parse_text, range_error, settings, type_error
 from trainer.config.packages import is_installed
-from trainer.config.schema import Config, ConfigError, toml_value
+from trainer.config.schema import DOCUMENT_COLUMNS, MESSAGE_COLUMNS, Config, ConfigError, toml_value
 from trainer.system.files import folder_error
-from trainer.system.paths import exists
+from trainer.system.paths import exists, is_dataset_name
 
 DEFAULT_CONFIG = Path(__file__).parents[2] / "train_configs" / "debug.toml"
 
@@ -187,6 +187,10 @@ def _rules(config: Config) -> Iterator[tuple[str, object, str]]:
     yield "tokenizer.path", backend != "default" and not config.tokenizer.path, f"is required with backend = {backend}"
     needs_path = data.dataset not in ("python_stdlib", "chat", "preference") and not data.path and not data.datasets
     yield "data.path", needs_path, f"is required with dataset = {data.dataset}"
+    known = DOCUMENT_COLUMNS + MESSAGE_COLUMNS
+    for column in data.columns:
+        message = f"unknown field; it must be one of {', '.join(known)}{did_you_mean(column, known)}"
+        yield f"data.columns.{column}", column not in known, message
     yield "parallel.dp_shard", config.parallel.dp_shard == 0, "must be at least 1, or -1 for all remaining ranks"
     reshard = config.parallel.reshard_after_forward
     message = "must be at least 2 if it is a number of ranks"
@@ -281,12 +285,14 @@ def _check_files(config: Config, sections: Collection[str]) -> None:
             )
     for key, reader, path in _datasets(config):
         is_checked = key.partition(".")[0] in sections and reader in _FILE_READERS
-        if path and is_checked and not exists(path):
+        if path and is_checked and not exists(path) and not (reader in _NAME_READERS and is_dataset_name(path)):
             raise ConfigError(key, "no such file or folder, and no file matches the pattern")
 
 
-_FILE_READERS = ("text", "jsonl", "parquet", "tokens", "chat", "preference", "prepared")
-"""Readers whose path must exist. A Hugging Face dataset may be given by name instead of by path."""
+_FILE_READERS = ("text", "jsonl", "parquet", "csv", "tokens", "chat", "preference", "prepared")
+"""Readers whose path must exist. A Hugging Face dataset may be given by any name instead of by path."""
+_NAME_READERS = ("chat", "preference")
+"""Readers of _FILE_READERS that also accept OWNER/NAME of a Hugging Face dataset."""
 
 
 def _datasets(config: Config) -> Iterator[tuple[str, str, str]]:

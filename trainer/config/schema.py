@@ -60,6 +60,13 @@ ADAPTED = Constraint(only_with="[lora] rank")
 SENT = Constraint(only_with="[metrics] sinks = wandb or mlflow or trackio")
 PREFERRED = Constraint(only_with="[preference] loss != none")
 
+MESSAGE_COLUMNS = ("role", "content")
+DOCUMENT_COLUMNS = (
+    "messages", "conversations", "prompt", "completion", "instruction", "input", "output", "question", "answer", "chosen",
+    "rejected", "system", "tools",
+)  # fmt: skip
+"""Fields of conversations that data.columns may give other names."""
+
 Count = Annotated[int, Constraint(min=1, max=4096)]
 CountOrZero = Annotated[int, Constraint(min=0, max=4096)]
 Steps = Annotated[int, Constraint(min=1, max=10**12, unit="steps")]
@@ -139,11 +146,22 @@ class DistributedConfig:
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
     dataset: Annotated[
-        Literal["python_stdlib", "text", "jsonl", "parquet", "huggingface", "tokens", "chat", "preference", "prepared"],
+        Literal[
+            "python_stdlib",
+            "text",
+            "jsonl",
+            "parquet",
+            "csv",
+            "huggingface",
+            "tokens",
+            "chat",
+            "preference",
+            "prepared",
+        ],
         Constraint(only_with="empty [data] datasets"),
     ] = "python_stdlib"
-    """Type of dataset: the source code of Python's standard library, text files, JSON lines, Parquet tables, a Hugging Face
-    dataset, token files, conversations or preference pairs as JSON lines, or prepared token stores."""
+    """Type of dataset: the source code of Python's standard library, text files, texts in JSON, Parquet or CSV files or in a
+    Hugging Face dataset, token files, conversations or preference pairs in any of these formats, or prepared token stores."""
     path: Annotated[
         str, PER_NODE, Constraint(only_with="empty [data] datasets and [data] dataset != python_stdlib")
     ] = ""
@@ -153,11 +171,17 @@ class DataConfig:
     mixture: Annotated[tuple[str, ...], Constraint(only_with="[data] datasets")] = ()
     """Dataset weights. Each entry applies from its sample index on: ["0: web=0.7 code=0.3", "1000000: web=0.2 code=0.8"].
     Empty: all datasets have equal weights. When a run resumes, entries that it has not reached yet may be changed."""
-    text_field: Annotated[str, Constraint(only_with="a jsonl, parquet or huggingface dataset")] = "text"
+    text_field: Annotated[str, Constraint(only_with="a jsonl, parquet, csv or huggingface dataset")] = "text"
     """Name of the JSON field or table column that contains the document."""
-    subset: Annotated[str, Constraint(only_with="a huggingface dataset")] = ""
+    columns: Annotated[Mapping[str, str], Constraint(only_with="a chat or preference dataset")] = field(
+        default_factory=dict
+    )
+    """Names of fields in the data: columns = { question = "query", answer = "reply" } reads the field query as question. They may
+    be fields of documents (messages, conversations, prompt, completion, instruction, input, output, question, answer, chosen,
+    rejected, system, tools) or of messages (role, content)."""
+    subset: Annotated[str, Constraint(only_with="a huggingface, chat or preference dataset")] = ""
     """Name of the configuration to use, if a Hugging Face dataset has several."""
-    split: Annotated[str, Constraint(only_with="a huggingface dataset")] = "train"
+    split: Annotated[str, Constraint(only_with="a huggingface, chat or preference dataset")] = "train"
     """Name of the split to use, if a Hugging Face dataset has several."""
     token_dtype: Annotated[Literal["uint16", "uint32"], Constraint(only_with="a tokens dataset")] = "uint16"
     """Integer type of the tokens in a .bin file that has no .idx file."""

@@ -5,12 +5,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from trainer.config import ConfigError, DataConfig
-from trainer.data.datasets import SINGLE, dataset_configs, packing_folder, splits
+from trainer.data.datasets import SINGLE, dataset_configs, packing_folder
 from trainer.data.sampling.mixture import CombinedSamples, MixturePhase, parse_mixture
-from trainer.data.sampling.packing import read_packing
+from trainer.data.sampling.packing import PackedIndex, has_target, read_packing
 from trainer.data.sampling.samples import ConcatSamples, PackedSamples, Samples
-from trainer.data.store.store import open_store
+from trainer.data.store.held_out import Splits, open_splits
+from trainer.data.store.store import TokenStore, open_store
+from trainer.system import console
 
 
 @dataclass(frozen=True)
@@ -27,21 +31,31 @@ class Datasets:
     """Evaluation-only dataset -> name of its store. The store's name changes when the content of the dataset changes."""
 
 
-def open_datasets(data: DataConfig, sets: Mapping[str, str], stores: str, seq_len: int) -> Datasets:
-    """Open the stores and packings of a configuration. stores: the result of prepare_datasets. Raises ConfigError if a training
-    dataset does not fill one sample."""
+def open_datasets(
+    data: DataConfig, sets: Mapping[str, str], stores: str, seq_len: int, evaluates: bool = True
+) -> Datasets:
+    """Open the stores and packings of a configuration. Raises ConfigError if a training dataset does not fill one sample.
+
+    Args:
+        stores: The result of prepare_datasets.
+        evaluates: The argument of prepare_datasets.
+    """
     folders = {name: Path(folder) for name, folder in json.loads(stores).items()}
     configs = dataset_configs(data)
     single = list(configs) == [SINGLE]
     phases = parse_mixture(data.mixture, list(configs))
-    training = {name: _open_split(folders[f"train/{name}"], "train", data, seq_len) for name in configs}
-    for i, (name, dataset) in enumerate(training.items()):
-        if not len(dataset) and any(phase.quotas[i] for phase in phases):
-            raise _no_sample_error(name, len(dataset.store.tokens), data, seq_len)
+    splits = {name: open_splits(folders[f"train/{name}"], config, evaluates) for name, config in configs.items()}
+    training: dict[str, Samples] = {}
     evaluation: dict[str, Samples] = {}
-    for name, config in configs.items():
-        if "held_out" in splits(config):
-            held_out = _open_split(folders[f"train/{name}"], "held_out", data, seq_len)
+    for i, (name, config) in enumerate(configs.items()):
+        folder, split = folders[f"train/{name}"], splits[name]
+        if split.note:
+            console.info(split.note if single else f"{name}: {split.note}")
+        training[name] = _samples(folder, "train", split, data, seq_len)
+        if not len(training[name]) and any(phase.quotas[i] for phase in phases):
+            raise _no_sample_error(name, len(split.train.tokens), data, seq_len)
+        if split.held_out is not None:
+            held_out = _samples(folder, "held_out", split, data, seq_len, is_evaluation=True)
             if len(held_out) or config.dataset != "prepared":  # a prepared store may have no held-out documents
                 evaluation["held_out" if single else name] = held_out
     for name in sets:
@@ -50,9 +64,11 @@ def open_datasets(data: DataConfig, sets: Mapping[str, str], stores: str, seq_le
                 f"evaluation.datasets.{name}",
                 "this name is taken by the held-out documents of a training dataset; choose another name",
             )
-        evaluation[name] = _open_split(folders[f"evaluation/{name}"], "train", data, seq_len)
+        folder = folders[f"evaluation/{name}"]
+        complete = Splits(open_store(folder, "train"), None)
+        evaluation[name] = _samples(folder, "train", complete, data, seq_len, is_evaluation=True)
     samples = list(training.values())
-    names = {name: folders[f"train/{name}"].name for name in configs}
+    names = {name: folders[f"train/{name}"].name + split.suffix for name, split in splits.items()}
     return Datasets(
         training=samples[0] if len(samples) == 1 else CombinedSamples(samples),
         sizes=tuple(map(len, samples)),
@@ -71,9 +87,25 @@ def _no_sample_error(name: str, num_tokens: int, data: DataConfig, seq_len: int)
     return ConfigError("training.seq_len", f"{documents} have {num_tokens} tokens, which do not fill one sample")
 
 
-def _open_split(folder: Path, split: str, data: DataConfig, seq_len: int) -> ConcatSamples | PackedSamples:
-    store = open_store(folder, split)
-    if data.packing == "wrapped":
-        return ConcatSamples(store, seq_len, reset_positions=data.document_mask)
-    index = read_packing(packing_folder(folder, split, data, seq_len))
-    return PackedSamples(store, seq_len, index, reset_positions=data.document_mask)
+def _samples(
+    folder: Path, split: str, splits: Splits, data: DataConfig, seq_len: int, is_evaluation: bool = False
+) -> ConcatSamples | PackedSamples:
+    """Return the samples of one split of a store. An evaluation dataset with less than one sample is padded to one."""
+    store = splits.train if split == "train" else splits.held_out
+    if data.packing != "wrapped":
+        index = read_packing(packing_folder(folder, split + splits.suffix, data, seq_len))
+        return PackedSamples(store, seq_len, index, reset_positions=data.document_mask)
+    samples = ConcatSamples(store, seq_len, reset_positions=data.document_mask)
+    if is_evaluation and not len(samples) and (index := _one_sample(store, data)) is not None:
+        return PackedSamples(store, seq_len, index, reset_positions=data.document_mask)
+    return samples
+
+
+def _one_sample(store: TokenStore, data: DataConfig) -> PackedIndex | None:
+    """Return the packing of all tokens of a store in one sample, or None if the sample would have no target."""
+    bounds = store.documents if data.document_mask else np.array([0, len(store.tokens)])
+    lengths = np.diff(bounds) - 1  # the last token is only a label
+    starts, lengths = bounds[:-1][lengths > 0], lengths[lengths > 0]
+    if not len(starts) or not has_target(store, starts, lengths).any():
+        return None
+    return PackedIndex("", starts, lengths, np.array([0, len(starts)]))

@@ -11,8 +11,9 @@ from trainer.config.fields import did_you_mean
 from trainer.data.prepare.prepare import prepare, writing
 from trainer.data.sampling.packing import pack
 from trainer.data.sources import DATASETS
-from trainer.data.sources.text import SHIPPED
-from trainer.data.store.store import open_store, read_description, store_digest
+from trainer.data.sources.records import SHIPPED
+from trainer.data.store.held_out import open_splits
+from trainer.data.store.store import read_description, store_digest
 from trainer.data.tokenizer.protocol import Tokenizer
 from trainer.system.files import file_lock
 
@@ -69,35 +70,37 @@ def prepare_datasets(
     tokenizer: Tokenizer,
     seq_len: int,
     pairs: bool,
+    evaluates: bool = True,
 ) -> str:
     """Build the missing stores and packings. Returns the folders of the stores as JSON (name -> folder), for open_datasets.
-    pairs: whether the run trains on preference pairs."""
+
+    Args:
+        pairs: Whether the run trains on preference pairs.
+        evaluates: Whether the run evaluates, so that held-out tokens are needed.
+    """
     stores = {}
     for name, setting, config in all_dataset_configs(data, sets):
         with blame_setting(setting):
             folder = prepare(config, tokenizer_config, tokenizer)
-            pack_splits(config, folder, seq_len, pairs)
+            pack_splits(config, folder, seq_len, pairs, evaluates)
         stores[name] = str(folder)
     return json.dumps(stores)
 
 
-def pack_splits(config: DataConfig, store: Path, seq_len: int, pairs: bool) -> None:
+def pack_splits(config: DataConfig, store: Path, seq_len: int, pairs: bool, evaluates: bool = True) -> None:
     """Build the missing packings of a store. If data.packing = "wrapped", there are none. Raises ConfigError unless the store has
-    preference pairs if and only if `pairs` is true."""
+    preference pairs if and only if `pairs` is true. evaluates: see prepare_datasets."""
     if pairs != (read_description(store)["dataset"] == "preference"):
         message = f"{store} {'does not consist' if pairs else 'consists'} of preference pairs; see [preference] loss"
         raise ConfigError("data.path", message)
     if config.packing != "wrapped":
         with writing(Path(config.store_folder)):
-            for split in splits(config):
-                folder = packing_folder(store, split, config, seq_len)
+            splits = open_splits(store, config, evaluates)
+            for split, tokens in splits.items():
+                folder = packing_folder(store, split + splits.suffix, config, seq_len)
                 if not folder.exists():
                     with file_lock(folder.with_name(f"{folder.name}.lock")):
-                        pack(open_store(store, split), folder, seq_len, config, pairs)
-
-
-def splits(config: DataConfig) -> tuple[str, ...]:
-    return ("train", "held_out") if config.held_out_fraction or config.dataset == "prepared" else ("train",)
+                        pack(tokens, folder, seq_len, config, pairs)
 
 
 def packing_folder(store: Path, split: str, data: DataConfig, seq_len: int) -> Path:

@@ -22,9 +22,11 @@ def prepare_and_open(config: Config, tokenizer: Tokenizer) -> Datasets:
     """Prepare the missing datasets, once per node, and open all datasets. Raises ConfigError if a dataset cannot be prepared or
     is smaller than one sample."""
     data, evaluation, seq_len = config.data, config.evaluation.datasets, config.training.seq_len
-    pairs = config.preference.enabled
-    stores = once_per_node(lambda: prepare_datasets(data, evaluation, config.tokenizer, tokenizer, seq_len, pairs))
-    datasets = open_datasets(data, evaluation, stores, seq_len)
+    pairs, evaluates = config.preference.enabled, config.evaluation.interval_steps > 0
+    stores = once_per_node(
+        lambda: prepare_datasets(data, evaluation, config.tokenizer, tokenizer, seq_len, pairs, evaluates)
+    )
+    datasets = open_datasets(data, evaluation, stores, seq_len, evaluates)
     require_agreement({"data": datasets.name, "evaluation.datasets": datasets.evaluation_names})
     return datasets
 

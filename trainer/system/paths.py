@@ -3,6 +3,7 @@
 import fnmatch
 import glob
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -20,6 +21,16 @@ class Remarks:
     """Links that were not followed, because they lead to a folder that contains them."""
     literal: list[str] = field(default_factory=list)
     """Existing paths whose name, as a pattern, would match other names too."""
+
+
+def is_dataset_name(path: str) -> bool:
+    """Return whether a path has the form OWNER/NAME of a dataset that is loaded by name. A path in an existing folder has not,
+    nor has the name of a data file."""
+    owner, _, name = path.partition("/")
+    is_name = re.fullmatch(r"\w[\w.-]*", owner) and re.fullmatch(r"\w[\w.-]*", name)
+    return (
+        bool(is_name) and not os.path.exists(owner) and not re.search(r"\.(jsonl?|parquet|arrow|csv|tsv|gz|zst)$", name)
+    )
 
 
 def unreadable(error: OSError, path: str = "") -> str:

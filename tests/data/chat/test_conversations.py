@@ -1,3 +1,5 @@
+import json
+
 import pytest
 
 from trainer.data.chat.conversations import (
@@ -46,6 +48,30 @@ def test_a_prompt_and_its_completion_are_text_or_messages():
     assert found == Conversation((USER, ANSWER, USER, ANSWER), (False, False, False, True))
 
 
+@pytest.mark.parametrize(
+    "document",
+    [
+        {"question": "q", "answer": "a"},
+        {"instruction": "q", "output": "a"},
+        {"instruction": "q", "input": "", "output": "a", "question": None},
+        {"instruction": "", "input": "q", "output": "a"},
+        {"question": "q", "answer": "a", "instruction": "", "output": ""},
+        {"messages": SHAREGPT},
+        {"conversations": [USER, ANSWER]},
+        {"messages": json.dumps([USER, ANSWER]), "prompt": "", "answer": ""},
+        {"messages": [json.dumps(USER), json.dumps(ANSWER)]},
+        {"prompt": SHAREGPT[:1], "completion": SHAREGPT[1:]},
+    ],
+)
+def test_all_layouts_of_a_question_and_its_answer_give_the_same_conversation(document):
+    assert parse_conversation(document) == Conversation((USER, ANSWER), (False, True))
+
+
+def test_the_input_continues_an_instruction():
+    messages = parse_conversation({"instruction": "q", "input": "i", "output": "a", "system": "s"}).messages
+    assert [message["content"] for message in messages] == ["s", "q\n\ni", "a"]
+
+
 def test_a_prompt_that_repeats_a_message_is_no_second_conversation():
     for name, messages in (("messages", [USER, ANSWER]), ("conversations", SHAREGPT)):
         found = parse_conversation({"prompt": "q", name: messages})
@@ -81,16 +107,50 @@ def turns(*messages):
     return {"messages": list(messages)}
 
 
+NO_LAYOUT = (
+    "are not those of a conversation: messages; conversations; prompt and completion; instruction, input and output; question "
+    "and answer"
+)
+SUGGESTION = "data.columns names other fields, such as data.columns ="
+
 MALFORMED = [
     ([1], "the document is not a JSON object"),
     ("text", "the document is not a JSON object"),
-    ({"text": "t"}, "the document has neither messages nor conversations nor prompt and completion"),
-    ({"messages": None}, "the document has neither messages nor conversations nor prompt and completion"),
-    ({"messages": "hi"}, "messages is not a list"),
+    ({"text": "t"}, f'the document\'s fields (text) {NO_LAYOUT}; dataset = "jsonl", "parquet" or "csv" reads texts'),
+    ({"messages": None}, f"the document's fields (none) {NO_LAYOUT}"),
+    ({"id": 1, "mesages": []}, f'the document\'s fields (id) {NO_LAYOUT}; {SUGGESTION} {{ answer = "id" }}'),
+    ({"mesages": [USER]}, f'the document\'s fields (mesages) {NO_LAYOUT}; {SUGGESTION} {{ messages = "mesages" }}'),
+    (
+        {"query": "q", "reply": "a", "id": 1},
+        f'the document\'s fields (query, reply, id) {NO_LAYOUT}; {SUGGESTION} {{ question = "query", answer = "reply" }}',
+    ),
+    (
+        {"instruction": "q", "context": "c", "response": "a"},
+        f"the document's fields (instruction, context, response) {NO_LAYOUT}; {SUGGESTION} "
+        '{ input = "context", output = "response" }',
+    ),
+    (
+        {"prompt": None, "chosen": "c", "rejected": "r"},
+        f'the document\'s fields (chosen, rejected) {NO_LAYOUT}; dataset = "preference" reads pairs',
+    ),
+    ({"question": "q", "answer": " "}, "message 2 is an empty answer"),
+    ({"question": "q", "answer": ["a"]}, "the document's answer is not text"),
+    ({"question": " ", "answer": "a"}, "the question is empty"),
+    ({"instruction": "q", "input": 1, "output": "a"}, "the document's input is not text"),
+    (
+        {"question": "q", "answer": "a", "instruction": "i"},
+        "the document has the field instruction, which may change what is trained on and is not supported here; remove the "
+        "field, or list it in data.ignored_fields",
+    ),
+    ({"messages": "hi"}, "messages is not a list, nor the JSON text of one"),
+    (
+        {"messages": "[{'role': 'user'}]"},
+        "messages is not a list, nor the JSON text of one (Python's notation is not JSON)",
+    ),
     ({"messages": {"role": "user"}}, "messages is not a list"),
-    ({"conversations": "hi"}, "conversations is not a list"),
+    ({"conversations": "hi"}, "conversations is not a list, nor the JSON text of one"),
     (turns(), "the conversation has no messages"),
-    (turns("hi"), "message 1 is not an object"),
+    (turns("hi"), "message 1 is not an object, nor the JSON text of one"),
     (turns({"content": "hi"}), "message 1 has no role"),
     (
         turns(USER, {"role": "bot", "content": "a"}),
@@ -147,7 +207,7 @@ MALFORMED = [
     (turns(USER, ANSWER) | {"tools": ["f"]}, "a tool is not an object, nor the JSON text of one"),
     (turns(USER, ANSWER) | {"tools": "f"}, "tools is not a list of objects, nor the JSON text of one"),
     (turns({"role": "user", "content": "\ud800"}, ANSWER), "the document contains a lone surrogate"),
-    ({"conversations": ["hi"]}, "message 1 is not an object"),
+    ({"conversations": ["hi"]}, "message 1 is not an object, nor the JSON text of one"),
     ({"conversations": [{"value": "hi"}]}, "message 1 has no from"),
     ({"conversations": [{"from": "human"}]}, "message 1 has no value"),
     (

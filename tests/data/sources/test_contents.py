@@ -16,7 +16,6 @@ from tests.data.sources.helpers import error_of, messages, open_dataset, read
 from trainer.data.sources.source import InvalidDocument, Span
 
 TABLE = pa.table({"text": ["a", "b"], "messages": [[{"role": "user", "content": "q"}]] * 2})
-TO_JSON = "convert such files to JSON lines, for example with to_json of the package datasets"
 
 
 def parquet_bytes() -> bytes:
@@ -48,8 +47,8 @@ def tar_bytes() -> bytes:
 
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:%s\nsize 12345\n" % (b"0" * 64)
 CONTENTS = {
-    "a Parquet table": (parquet_bytes, f'dataset = "parquet" reads such files/{TO_JSON}'),
-    "an Arrow table": (arrow_bytes, f'dataset = "huggingface" reads such files/{TO_JSON}'),
+    "a Parquet table": (parquet_bytes, 'dataset = "parquet" reads such files'),
+    "an Arrow table": (arrow_bytes, 'dataset = "huggingface" reads such files'),
     "an archive": (zip_bytes, "unpack such files"),
     "an archive (tar)": (tar_bytes, "unpack such files"),
     "compressed data": (
@@ -69,10 +68,11 @@ def test_json_that_is_something_else_is_one_bad_document(tmp_path, name, dataset
     file = tmp_path / "x.jsonl"
     content, advice = CONTENTS[name]
     file.write_bytes(content())
+    if "reads such files" in advice and dataset != "jsonl":
+        assert read(dataset, file, chunk_bytes) == TABLE.to_pylist(), "the content determines the format"
+        return
     (bad,) = read(dataset, file, chunk_bytes)
-    text, _, conversations = advice.partition("/")
-    expected = text if dataset == "jsonl" else conversations or text
-    assert str(bad) == f"{file}: this is {name.removesuffix(' (tar)')}, not JSON; {expected}"
+    assert str(bad) == f"{file}: this is {name.removesuffix(' (tar)')}, not JSON; {advice}"
     assert bad.ends_file, "any number of documents may be missing"
 
 
@@ -81,12 +81,26 @@ def test_compressed_tables_are_recognized_too(tmp_path):
     assert messages(read("jsonl", tmp_path))[0].startswith(f"{tmp_path}/x.jsonl.gz: this is a Parquet table, not JSON")
 
 
+def test_a_compressed_table_of_conversations_must_be_decompressed(tmp_path):
+    (tmp_path / "x.jsonl.gz").write_bytes(gzip.compress(parquet_bytes()))
+    expected = f"{tmp_path}/x.jsonl.gz: this is a Parquet table, not JSON; decompress such files"
+    assert messages(read("chat", tmp_path)) == [expected]
+
+
 def test_a_csv_file_that_is_named_is_one_bad_document(tmp_path):
     (tmp_path / "x.csv").write_text("text\na\nb\n")
-    for dataset in ("jsonl", "chat"):
-        assert messages(read(dataset, tmp_path / "x.csv")) == [
-            f"{tmp_path}/x.csv: this is a table of comma-separated values, not JSON; {TO_JSON}"
-        ]
+    assert messages(read("jsonl", tmp_path / "x.csv")) == [
+        f'{tmp_path}/x.csv: this is a table of comma-separated values, not JSON; dataset = "csv" reads such files'
+    ]
+
+
+def test_lines_that_are_no_records_name_the_formats_that_the_dataset_reads(tmp_path):
+    (tmp_path / "x.txt").write_text("Q: 1 + 1?\nA: 2\n")
+    reason = "the line is not valid JSON: Expecting value (column 1)"
+    assert messages(read("chat", tmp_path / "x.txt")) == [
+        f"{tmp_path}/x.txt:1: {reason}; a chat dataset reads JSON, Parquet, Arrow or CSV",
+        f"{tmp_path}/x.txt:2: {reason}",
+    ]
 
 
 def test_a_text_that_is_something_else_is_a_bad_document(tmp_path):
@@ -119,16 +133,13 @@ def test_a_folder_of_save_to_disk_is_described_and_its_metadata_is_not_data(tmp_
     folder = tmp_path / "saved"
     datasets.Dataset(TABLE).save_to_disk(str(folder))
     assert sorted(path.suffix for path in folder.iterdir()) == [".arrow", ".json", ".json"]
-    for dataset, advice in (
-        ("chat", TO_JSON),
-        ("preference", TO_JSON),
-        ("jsonl", 'dataset = "huggingface" reads such files'),
-        ("parquet", 'dataset = "huggingface" reads such files'),
-    ):
+    for dataset in ("jsonl", "parquet"):
         key, message = error_of(dataset, folder)
-        assert key == "data.path" and message.endswith(f"; its files: 1 .arrow; {advice}"), message
+        expected = '; its files: 1 .arrow; dataset = "huggingface" reads such files'
+        assert key == "data.path" and message.endswith(expected), message
     datasets.DatasetDict(train=datasets.Dataset(TABLE)).save_to_disk(str(tmp_path / "splits"))
-    assert error_of("chat", tmp_path / "splits")[1].endswith(f"; its files: 1 .arrow; {TO_JSON}")
+    for dataset in ("chat", "preference"):
+        assert read(dataset, folder) == read(dataset, tmp_path / "splits") == TABLE.to_pylist()
     (folder / "x.jsonl").write_text('{"text": "a"}\n')
     assert read("jsonl", folder) == ["a"]
     (tmp_path / "state.json").write_text('{"text": "a state"}')
@@ -138,10 +149,9 @@ def test_a_folder_of_save_to_disk_is_described_and_its_metadata_is_not_data(tmp_
     assert read("jsonl", tmp_path / "usa") == ["another state"], "only beside dataset_info.json, it is metadata"
 
 
-def test_a_pattern_that_matches_tables_and_metadata_names_the_tables(tmp_path):
+def test_a_pattern_may_name_the_tables_of_a_saved_dataset(tmp_path):
     datasets.Dataset(TABLE).save_to_disk(str(tmp_path / "saved"))
-    found = messages(read("chat", f"{tmp_path}/saved/*.arrow"))
-    assert found == [f"{tmp_path}/saved/data-00000-of-00001.arrow: this is an Arrow table, not JSON; {TO_JSON}"]
+    assert read("chat", f"{tmp_path}/saved/*.arrow") == TABLE.to_pylist()
 
 
 def test_a_folder_that_save_to_disk_did_not_write_is_described(tmp_path):

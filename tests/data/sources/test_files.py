@@ -280,10 +280,11 @@ CONVERT = "convert such files to JSON lines, for example with to_json of the pac
         ("jsonl", "x.parquet", 'its files: 1 .parquet; dataset = "parquet" reads such files'),
         ("parquet", "x.jsonl", 'its files: 1 .jsonl; dataset = "jsonl" reads such files'),
         ("text", "x.JSON", 'its files: 1 .json; dataset = "jsonl" reads such files'),
-        ("jsonl", "deep/x.csv", f"its files: 1 .csv; {CONVERT}"),
+        ("jsonl", "deep/x.csv", 'its files: 1 .csv; dataset = "csv" reads such files'),
         ("jsonl", "x.tar.gz", "its files: 1 .tar.gz; unpack such files"),
         ("jsonl", "x.jsonl.bz2", "its files: 1 .bz2; decompress such files, or let their names end in .gz or .zst"),
-        ("chat", "x.parquet", f"its files: 1 .parquet; {CONVERT}"),
+        ("chat", "x.xlsx", f"its files: 1 .xlsx; {CONVERT}"),
+        ("chat", "x.bin", f"its files: 1 .bin; {CONVERT}"),
         ("chat", "x.ndjson", "its files: 1 .ndjson; let the names of such files end in .jsonl"),
         ("tokens", "x.pt", "its files: 1 .pt"),
     ],
@@ -297,3 +298,11 @@ def test_a_folder_without_matching_files_is_described(tmp_path, dataset, name, e
 def test_a_folder_with_empty_folders_only_holds_no_file(tmp_path):
     (tmp_path / "a" / "b").mkdir(parents=True)
     assert error_of("parquet", tmp_path) == ("data.path", "this path holds no file ending in .parquet")
+
+
+def test_a_folder_with_several_formats_gives_the_files_of_the_first_and_counts_the_others(tmp_path, capsys):
+    (tmp_path / "a.jsonl").write_text('{"question": "a"}')
+    (tmp_path / "b.csv").write_text("question\nb\n")
+    assert read("chat", tmp_path) == [{"question": "a"}]
+    assert f"{tmp_path}: ignored 1 files with other endings: 1 .csv" in capsys.readouterr().out
+    assert read("chat", f"{tmp_path}/*") == [{"question": "a"}, {"question": "b"}], "a pattern selects all files"

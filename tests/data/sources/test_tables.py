@@ -157,7 +157,7 @@ def test_rows_of_a_saved_dataset_that_are_no_documents_have_their_numbers(tmp_pa
     file.write_bytes(content[: len(content) // 2])
     found = read("huggingface", tmp_path / "saved")
     assert found[:-1] == TEXTS[: len(found) - 1]
-    assert f"{file}:{len(found) - 1}: this is not an Arrow stream, or it is damaged (" in str(found[-1])
+    assert f"{file}:{len(found) - 1}: this is not an Arrow table, or it is damaged (" in str(found[-1])
 
 
 def test_damage_anywhere_in_a_mapped_file_is_a_bad_document_not_a_crash(tmp_path):
@@ -173,7 +173,7 @@ def test_damage_anywhere_in_a_mapped_file_is_a_bad_document_not_a_crash(tmp_path
         except ConfigError as error:
             assert error.key == "data.text_field", "the damage is in the name or the type of the column"
         else:
-            damaged += "this is not an Arrow stream, or it is damaged (" in "".join(reasons)
+            damaged += "this is not an Arrow table, or it is damaged (" in "".join(reasons)
     assert damaged > 20
     file.write_bytes(content)
     assert read("huggingface", tmp_path / "saved") == TEXTS[:300]
@@ -212,7 +212,7 @@ def test_a_dataset_name_is_loaded_by_the_package_datasets(tmp_path, monkeypatch)
     require_package = packages.require_package
     package = Datasets(tmp_path / "cache")
     monkeypatch.setattr(
-        "trainer.data.sources.tables.require_package",
+        "trainer.data.sources.datasets_library.require_package",
         lambda name, key: package if name == "datasets" else require_package(name, key),
     )
     assert read("huggingface", "user/name", subset="en", split="validation") == TEXTS

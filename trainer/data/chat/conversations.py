@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trainer.data.chat.fields import REASONING, is_absent, unused
+from trainer.data.chat.layouts import QUESTIONS, MalformedConversation, question_of, text_of, unknown_layout
 from trainer.data.tokenizer.protocol import has_lone_surrogate
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -48,10 +49,6 @@ class PromptCompletion:
     unused: tuple[str, ...] = ()
 
 
-class MalformedConversation(Exception):
-    """Error whose message states in one line why a document is not a conversation."""
-
-
 BESIDE_MESSAGES = ("tools", "functions", "system", "chat_template_kwargs", "weight", "train")
 """Fields of a document that have a meaning beside its messages."""
 
@@ -60,19 +57,22 @@ def parse_conversation(document: Any) -> Conversation | PromptCompletion:
     """Parse a JSON value. Raises MalformedConversation.
 
     Formats: {"messages": [{"role", "content"}]}; ShareGPT's {"conversations": [{"from", "value"}]}; {"prompt", "completion"} with
-    two texts or two lists of messages. docs/chat.md describes the other fields.
+    two texts or two lists of messages; {"instruction", "input", "output"}; {"question", "answer"}. docs/chat.md describes the
+    other fields.
     """
     document = checked_document(document)
     prompt, completion = document.get("prompt"), document.get("completion")
-    if document.get("messages") is not None:
-        messages = _list(document["messages"], "messages")
-        return _conversation(messages, 0, document, {"messages", *_repeated_prompt(prompt, messages)})
-    if document.get("conversations") is not None:
-        turns = _list(document["conversations"], "conversations")
-        messages = [_from_sharegpt(turn, f"message {i}") for i, turn in enumerate(turns, start=1)]
-        return _conversation(messages, 0, document, {"conversations", *_repeated_prompt(prompt, messages)})
+    for name in ("messages", "conversations"):
+        if document.get(name) not in (None, ""):  # a cell of a table may be empty
+            messages = message_list(document[name], name)
+            return _conversation(messages, 0, document, {name, *_repeated_prompt(prompt, messages)})
     if prompt is None and completion is None:
-        raise MalformedConversation("the document has neither messages nor conversations nor prompt and completion")
+        if (question := question_of(document)) is None or document.get(QUESTIONS[question[0]]) is None:
+            raise unknown_layout(document)
+        name, text, used = question
+        answer = QUESTIONS[name]
+        messages = [{"role": "user", "content": text}, {"role": "assistant", "content": text_of(document, answer)}]
+        return _conversation(messages, 0, document, {*used, answer})
     if prompt is None:
         raise MalformedConversation("the document has a completion but no prompt")
     if completion is None:
@@ -85,7 +85,8 @@ def parse_conversation(document: Any) -> Conversation | PromptCompletion:
             prompt, completion, unused_fields(document, ("prompt", "completion", "weight", "train"))
         )
     if isinstance(prompt, list) and isinstance(completion, list):
-        return _conversation([*prompt, *completion], len(prompt), document, {"prompt", "completion"})
+        messages = [*message_list(prompt, "prompt"), *message_list(completion, "completion")]
+        return _conversation(messages, len(prompt), document, {"prompt", "completion"})
     raise MalformedConversation("prompt and completion are neither both text nor both lists of messages")
 
 
@@ -112,6 +113,19 @@ def unused_fields(document: Mapping[str, Any], used: Sequence[str]) -> tuple[str
             "remove the field, or list it in data.ignored_fields"
         )
     return tuple(others)
+
+
+def message_list(value: Any, name: str) -> list[Any]:
+    """Return a list of messages in OpenAI's format. The list, and each message, may be its JSON text."""
+    value = _from_json(value, name, "a list")
+    messages = []
+    for i, message in enumerate(_list(value, name), start=1):
+        message = _from_json(message, f"message {i}", "an object")
+        is_sharegpt = isinstance(message, Mapping) and (
+            "from" in message or (name == "conversations" and "role" not in message)
+        )
+        messages.append(_from_sharegpt(message, f"message {i}") if is_sharegpt else message)
+    return messages
 
 
 def _list(value: Any, name: str) -> list:
@@ -211,7 +225,8 @@ def _from_json(value: Any, label: str, kind: str) -> Any:
     try:
         return json.loads(value)
     except ValueError:
-        raise MalformedConversation(f"{label} is not {kind}, nor the JSON text of one") from None
+        hint = " (Python's notation is not JSON)" if value.lstrip().startswith(("[{'", "{'")) else ""
+        raise MalformedConversation(f"{label} is not {kind}, nor the JSON text of one{hint}") from None
 
 
 def _message(message: Any, label: str) -> Message:

@@ -24,7 +24,7 @@ _CONSEQUENTIAL = frozenset(
     enable_thinking documents chat_template chat_template_kwargs template_kwargs
     image images audio audios video videos input_audio refusal""".split()  # noqa: SIM905  a list of quoted words is unreadable
 )
-_LISTS = ("messages", "conversations", "prompt", "completion", "chosen", "rejected")
+LISTS = ("messages", "conversations", "prompt", "completion", "chosen", "rejected")
 """Fields of a document that hold messages."""
 
 
@@ -53,7 +53,7 @@ def without(document: Any, names: Collection[str]) -> tuple[Any, set[str]]:
         return {name: value for name, value in fields.items() if name not in names}
 
     document = kept(document)
-    for name in _LISTS:
+    for name in LISTS:
         if isinstance(document.get(name), list):
             document[name] = [kept(message) for message in document[name]]
     return document, removed

@@ -4,7 +4,9 @@ import itertools
 from collections.abc import Mapping
 from typing import Any
 
-from trainer.data.chat.conversations import BESIDE_MESSAGES, MalformedConversation, checked_document, unused_fields
+from trainer.data.chat.conversations import BESIDE_MESSAGES, checked_document, message_list, unused_fields
+from trainer.data.chat.fields import is_absent
+from trainer.data.chat.layouts import MalformedConversation, question_of, unknown_layout
 
 
 def parse_preference(document: Any) -> tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]:
@@ -12,21 +14,30 @@ def parse_preference(document: Any) -> tuple[dict[str, Any], dict[str, Any], tup
     answer, and the names of the fields that have no meaning here. Raises MalformedConversation.
 
     Formats: {"prompt", "chosen", "rejected"} with texts, or with lists of messages. Without a list of messages as the prompt, the
-    leading messages that both answers share are the prompt. If they share none, the prompt is the text of the user's message.
+    leading messages that both answers share are the prompt. If they share none, the prompt is the text of the user's message; it
+    may also be {"question"} or {"instruction", "input"}. ShareGPT's {"conversations"} may be the prompt.
     """
     document = checked_document(document)
-    prompt, chosen, rejected = (document.get(name) for name in ("prompt", "chosen", "rejected"))
+    chosen, rejected = (document.get(name) for name in ("chosen", "rejected"))
+    if chosen is None and rejected is None:
+        raise unknown_layout(document, is_pair=True)
     for name in ("chosen", "rejected"):
         if document.get(name) is None:
             raise MalformedConversation(f"the document has no {name} answer")
     if chosen == rejected:
         raise MalformedConversation("the chosen and the rejected answer are equal")
+    prompt, used = _prompt(document)
     # Some datasets repeat the chosen conversation as messages.
     repeated = ("messages",) if document.get("messages") in (chosen, prompt) else ()
-    names = unused_fields(document, ("prompt", "chosen", "rejected", *BESIDE_MESSAGES, *repeated))
+    names = unused_fields(document, (*used, "chosen", "rejected", *BESIDE_MESSAGES, *repeated))
     for name in ("chosen", "rejected"):
         if isinstance(document[name], str) and not document[name].strip():
             raise MalformedConversation(f"the {name} answer is empty")
+    # An answer may be one message. Texts are answers to a message, if the prompt is one.
+    is_message = isinstance(prompt, list) or used != {"prompt"}
+    chosen, rejected = (
+        _messages(answer, name, is_message) for name, answer in (("chosen", chosen), ("rejected", rejected))
+    )
     if isinstance(chosen, list) and isinstance(rejected, list):
         prompt, chosen, rejected = _split_pair(prompt, chosen, rejected)
     if prompt is None:
@@ -34,6 +45,27 @@ def parse_preference(document: Any) -> tuple[dict[str, Any], dict[str, Any], tup
     common = {name: document[name] for name in BESIDE_MESSAGES if name in document}
     pair = ({"prompt": prompt, "completion": answer} | common for answer in (chosen, rejected))
     return (*pair, names)
+
+
+def _prompt(document: Mapping[str, Any]) -> tuple[Any, set[str]]:
+    """Return the prompt of a pair, or None if the answers contain it, and the names of its fields."""
+    prompt = document.get("prompt")
+    if prompt is None and (question := question_of(document)) is not None:
+        _, text, used = question
+        return text, used
+    if prompt is None and not is_absent(document.get("conversations")):
+        return message_list(document["conversations"], "conversations"), {"conversations"}
+    return (message_list(prompt, "prompt") if isinstance(prompt, list) else prompt), {"prompt"}
+
+
+def _messages(answer: Any, name: str, is_message: bool) -> Any:
+    """Return an answer as a list of messages, or unchanged if it is a text that continues a text. is_message: whether a text is
+    the content of a message."""
+    if isinstance(answer, str) and is_message:
+        return [{"role": "assistant", "content": answer}]
+    if isinstance(answer, Mapping):
+        answer = [answer]
+    return message_list(answer, name) if isinstance(answer, list) else answer
 
 
 def _split_pair(prompt: Any, chosen: list, rejected: list) -> tuple[Any, list, list]:

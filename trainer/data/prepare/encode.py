@@ -1,14 +1,15 @@
 """Encoders, which convert documents to tokens."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 from trainer.config import DataConfig
-from trainer.data.chat.conversations import MalformedConversation
 from trainer.data.chat.format import ChatFormat, load_chat_format
+from trainer.data.chat.layouts import MalformedConversation, UnknownLayout, missing_columns, renamed
 from trainer.data.chat.pairs import parse_preference
 from trainer.data.chat.template import TemplateFailure
 from trainer.data.sources.source import InvalidDocument
@@ -25,7 +26,7 @@ def encoder(config: DataConfig, tokenizer: Tokenizer) -> Callable[[Any], Encoded
         return Encoded
     if config.dataset in CHAT_DATASETS:
         encode = _encode_chat if config.dataset == "chat" else _encode_pair
-        return partial(_valid, partial(encode, chat_format(config, tokenizer)))
+        return partial(_valid, partial(encode, chat_format(config, tokenizer)), config.columns)
     return partial(_encode_text, tokenizer)
 
 
@@ -37,13 +38,18 @@ def _encode_text(tokenizer: Tokenizer, text: str) -> Encoded:
     return Encoded(tokens)
 
 
-def _valid(encode: Callable[[Any], Encoded], record: Any) -> Encoded:
+def _valid(encode: Callable[[Any], Encoded], columns: Mapping[str, str], record: Any) -> Encoded:
+    """Encode a record whose fields have the names of data.columns."""
     try:
-        return encode(record)
+        document, replaced = renamed(record, columns)
+        encoded = encode(document)
+    except UnknownLayout as failure:
+        raise InvalidDocument(f"{missing_columns(record, columns)}{failure}") from None
     except (MalformedConversation, TemplateFailure) as failure:
         raise InvalidDocument(str(failure)) from None
     except RecursionError:
         raise InvalidDocument("the document is nested too deeply") from None
+    return replace(encoded, unused_fields=tuple(sorted({*encoded.unused_fields, *replaced}))) if replaced else encoded
 
 
 def _encode_chat(chat: ChatFormat, record: Any) -> Encoded:

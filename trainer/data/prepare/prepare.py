@@ -97,6 +97,8 @@ def _key(source: Source, data: DataConfig, tokenizer: Tokenizer, stores: Path) -
     the reason why the digests of the files could not be cached, or ""."""
     shape = [data.dataset, data.text_field, data.token_dtype, data.max_document_bytes, data.held_out_fraction]
     chat = chat_format(data, tokenizer).fingerprint if data.dataset in CHAT_DATASETS else ""
+    if data.dataset in CHAT_DATASETS and data.columns:
+        shape.append(dict(sorted(data.columns.items())))
     return fingerprint.fingerprint(source, [VERSION, *shape, chat, tokenizer.fingerprint, tokenize.CHUNK_BYTES], stores)
 
 

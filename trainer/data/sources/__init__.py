@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from trainer.config import DataConfig
-from trainer.data.sources import tables, text, tokens
+from trainer.data.sources import records, text, tokens
 from trainer.data.sources.files import require_distinct
 from trainer.data.sources.source import BadDocument, Document, Source, Span
 from trainer.data.tokenizer.protocol import Tokenizer
@@ -13,12 +13,13 @@ __all__ = ["DATASETS", "BadDocument", "Document", "Source", "Span", "open_source
 DATASETS: dict[str, Callable[[DataConfig, Tokenizer], Source]] = {
     "python_stdlib": lambda config, _: text.python_stdlib(config),
     "text": lambda config, _: text.text(config),
-    "jsonl": lambda config, _: text.jsonl(config),
-    "parquet": lambda config, _: tables.parquet(config),
-    "huggingface": lambda config, _: tables.huggingface(config),
+    "jsonl": lambda config, _: records.texts(config, "JSON"),
+    "parquet": lambda config, _: records.texts(config, "Parquet"),
+    "huggingface": lambda config, _: records.texts(config, "Arrow"),
+    "csv": lambda config, _: records.texts(config, "CSV"),
     "tokens": tokens.tokens,
-    "chat": lambda config, _: text.records(config),
-    "preference": lambda config, _: text.records(config),
+    "chat": lambda config, _: records.records(config),
+    "preference": lambda config, _: records.records(config),
 }
 
 

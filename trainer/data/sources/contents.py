@@ -23,6 +23,8 @@ class Kind:
 
     def advice(self, dataset: str) -> str:
         """Return what the user can do, given the type of the dataset."""
+        if dataset in _CONVERSATIONS and self.reader in _TABLE_READERS:
+            return "decompress such files"  # plain files are read
         if self.reader and not (dataset in _CONVERSATIONS and self.reader in _TEXT_READERS):
             return f'dataset = "{self.reader}" reads such files'
         if self.remedy:
@@ -30,14 +32,17 @@ class Kind:
         return "convert such files to JSON lines, for example with to_json of the package datasets"
 
 
-_TEXT_READERS = ("text", "parquet", "huggingface", "tokens")
-"""Types of datasets that read documents of text or tokens only, so that they are no advice for conversations."""
+_TABLE_READERS = ("parquet", "huggingface")
+_TEXT_READERS = ("text", "tokens")
+"""Types of datasets whose files cannot hold conversations, so that they are no advice for them."""
+ARROW_FILE = b"ARROW1"
+"""First bytes of an Arrow file. An Arrow stream begins with the length of a message."""
 _PARQUET = Kind("a Parquet table", "parquet")
 _ARROW = Kind("an Arrow table", "huggingface")
 _ARCHIVE = Kind("an archive", remedy="unpack such files")
 _COMPRESSED = Kind("compressed data", remedy="decompress such files, or let their names end in .gz or .zst")
-_CSV = Kind("a table of comma-separated values")
-_TSV = Kind("a table of tab-separated values")
+_CSV = Kind("a table of comma-separated values", "csv")
+_TSV = Kind("a table of tab-separated values", "csv")
 _SHEET = Kind("a spreadsheet")
 _JSON = Kind("JSON", "jsonl")
 _NUMPY = Kind("a NumPy array", "tokens")
@@ -45,7 +50,7 @@ LFS_POINTER = Kind("a Git LFS pointer instead of the file", remedy="download suc
 
 _MAGIC = {
     b"PAR1": _PARQUET,
-    b"ARROW1": _ARROW,
+    ARROW_FILE: _ARROW,
     b"\xff\xff\xff\xff": _ARROW,  # the first message of an Arrow stream
     b"PK\x03\x04": _ARCHIVE,
     b"7z\xbc\xaf\x27\x1c": _ARCHIVE,

@@ -1,5 +1,6 @@
 """Resolution of data.path to files. The path is a file, a folder, a glob pattern, or a manifest that lists such paths."""
 
+import itertools
 import os
 import stat
 from collections import Counter
@@ -25,29 +26,35 @@ def with_compressed(suffixes: tuple[str, ...]) -> tuple[str, ...]:
 class _Search(Remarks):
     """The search for the files of one dataset."""
 
-    suffixes: tuple[str, ...] = ()
+    groups: tuple[tuple[str, ...], ...] = ()
+    """Endings of the names of files in folders. In each folder, only the files of the first group that has any are selected."""
     other_endings: Counter[str] = field(default_factory=Counter)
-    """Number of files in folders, by the ending of their names, that do not end in one of the suffixes."""
+    """Number of files in folders that are not selected, by the ending of their names."""
     folders: list[str] = field(default_factory=list)
     """Folders that a pattern matches. They are not searched."""
 
+    @property
+    def suffixes(self) -> tuple[str, ...]:
+        return tuple(itertools.chain.from_iterable(self.groups))
 
-def find_files(path: str, suffixes: tuple[str, ...], dataset: str) -> tuple[str, tuple[str, ...]]:
+
+def find_files(path: str, dataset: str, *groups: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
     """Return the root folder and the sorted files of data.path. Raises ConfigError if no file matches.
 
     Args:
         path: a file, a folder, a pattern or a manifest.
-        suffixes: in folders, only files whose names end in one of these suffixes, in any case, are selected.
         dataset: type of the dataset, for messages.
+        groups: in a folder, only files whose names end in one of the suffixes of a group, in any case, are selected: of the first
+            group that any file belongs to.
     """
-    search = _Search(suffixes=suffixes)
+    search = _Search(groups=groups)
     is_manifest = ends_in(path, MANIFEST) and not os.path.isdir(path)
     try:
         root, files = _from_manifest(path, search) if is_manifest else _find(path, "", search)
     except OSError as error:
         raise ConfigError("data.path", unreadable(error)) from None
     if not files:
-        message = f"this path holds no file ending in {' or '.join(suffixes)}"
+        message = f"this path holds no file ending in {' or '.join(search.suffixes)}"
         raise ConfigError("data.path", "; ".join([message, *_describe(search, dataset)]))
     _log(path, search)
     return root, tuple(sorted(files))
@@ -65,12 +72,13 @@ def _find(path: str, base: str, search: _Search) -> tuple[str, list[str]]:
                 search.folders.append(match)
         return fixed, files
     if os.path.isdir(fixed):
-        return fixed, list(_selected(fixed, search))
+        return fixed, _selected(fixed, search)
     return os.path.dirname(fixed), list(expand(fixed, [], search))
 
 
-def _selected(folder: str, search: _Search) -> Iterator[str]:
-    """Yield the files below a folder that end in one of the suffixes, except the metadata of the package datasets."""
+def _selected(folder: str, search: _Search) -> list[str]:
+    """Return the files below a folder that belong to the first group that has any, without metadata of the package datasets."""
+    found: list[list[str]] = [[] for _ in search.groups]
     for inner, names in walk(folder, search):
         metadata = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json"}
         if "dataset_info.json" in names:
@@ -78,17 +86,22 @@ def _selected(folder: str, search: _Search) -> Iterator[str]:
         for name in names:
             if name in metadata:
                 continue
-            if ends_in(name, search.suffixes):
-                yield os.path.join(inner, name)
-            else:
+            group = next((i for i, suffixes in enumerate(search.groups) if ends_in(name, suffixes)), None)
+            if group is None:
                 search.other_endings[ending_of(name)] += 1
+            else:
+                found[group].append(os.path.join(inner, name))
+    selected = next((i for i, files in enumerate(found) if files), 0)
+    for files in found[selected + 1 :]:
+        search.other_endings.update(map(ending_of, files))
+    return found[selected] if found else []
 
 
 def describe_folder(folder: str, dataset: str) -> str:
     """Return which files are in a folder, and what the user can do with them, as the continuation of a message."""
     search = _Search()
     try:
-        assert not list(_selected(folder, search))
+        assert not _selected(folder, search)
     except OSError as error:
         return f"; {unreadable(error)}"
     return "".join(f"; {part}" for part in _describe(search, dataset))

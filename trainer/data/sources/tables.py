@@ -1,18 +1,15 @@
-"""Documents from a text column in parquet files, or in Arrow files that Hugging Face's package `datasets` has written."""
+"""Reader of tables in Parquet and Arrow files. Each row is a document, or the text in one of its columns is."""
 
-import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from trainer.config import ConfigError, DataConfig
-from trainer.config.fields import did_you_mean
 from trainer.config.packages import require_package
-from trainer.data.sources.contents import HEAD_BYTES, recognize, recognize_json
-from trainer.data.sources.files import describe_folder, find_files
-from trainer.data.sources.source import BadDocument, InvalidDocument, Source, Span, too_long
-from trainer.system.files import folder_error, read_json_object
+from trainer.data.sources.contents import ARROW_FILE, HEAD_BYTES, recognize, recognize_json
+from trainer.data.sources.source import BadDocument, Document, InvalidDocument, Span, too_long
+from trainer.data.sources.text_field import no_column_error
 
 T = TypeVar("T")
 
@@ -22,19 +19,27 @@ _BATCH_ROWS = 256
 
 @dataclass(frozen=True)
 class Tables:
-    """Reader of tables. Each row is a document. A span contains the row groups that begin in it."""
+    """Reader of tables. A span contains the row groups that begin in it."""
 
     dataset: str
     """Type of the dataset."""
     format: str
     """Name of the file format in messages, with an article, such as "a parquet file"."""
+    reader: str
+    """Type of dataset that reads texts from such files."""
     row_groups: Callable[[Span, "Tables"], Iterator[tuple[int, int, Iterable]]]
     """Function that yields, for each row group, its byte offset, its number of rows, and an iterable of its record batches.
     Row groups that begin after the span may be omitted."""
     column: str
+    """Column with the text of each document, or "" if a document is an entire row."""
     max_bytes: int
 
-    def __call__(self, span: Span, transform: Callable[[str], T]) -> Iterator[T | BadDocument]:
+    @property
+    def columns(self) -> list[str] | None:
+        """Columns to read. None: all."""
+        return [self.column] if self.column else None
+
+    def __call__(self, span: Span, transform: Callable[[Document], T]) -> Iterator[T | BadDocument]:
         arrow = require_package("pyarrow", "data.dataset")
         row = start = 0  # a fault of the entire file is reported by its first span
         try:
@@ -42,35 +47,44 @@ class Tables:
                 if not span.start <= start < span.stop:
                     row += num_rows
                     continue
-                for value in itertools.chain.from_iterable(batch.column(self.column) for batch in batches):
+                for value in self._values(batches):
                     row += 1
                     try:
-                        yield transform(self._text(value))
+                        yield transform(self._text(value) if self.column else self._record(value))
                     except InvalidDocument as reason:
                         yield BadDocument(span.path, row, str(reason))
         except (arrow.ArrowInvalid, arrow.ArrowNotImplementedError, UnicodeDecodeError, OSError) as error:
             if isinstance(error, OSError) and error.errno:
                 raise  # this is a file system error
             if start >= span.start:  # otherwise an earlier span reports the error
-                reason = self._other_format(span.path) or f"{self.format}, or it is damaged ({_first_line(error)})"
+                reason = self._other_format(span.path) or f"{self.format}, or it is damaged ({first_line(error)})"
                 yield BadDocument(span.path, row, f"this is not {reason}", ends_file=True)
+
+    def _values(self, batches: Iterable) -> Iterator[Any]:
+        """Yield the value of the text column in each row, or each row as a batch of its own."""
+        for batch in batches:
+            if self.column:
+                yield from batch.column(self.column)
+            else:
+                yield from (batch.slice(i, 1) for i in range(batch.num_rows))
 
     def _other_format(self, path: str) -> str:
         """Return what a file is that was not recognized as a table, or "" if it is unknown or a damaged table."""
         with open(path, "rb") as file:
             head = file.read(HEAD_BYTES)
         kind = recognize(head) or recognize_json(head)
-        if kind is None or kind.reader == self.dataset:
+        if kind is None or kind.reader == self.reader:
             return ""
         return f"{self.format}, but {kind.name}; {kind.advice(self.dataset)}"
 
     def require_text(self, path: str, schema: Any) -> None:
         """Raise ConfigError unless the table has the column `self.column` and the column holds text."""
         arrow = require_package("pyarrow", "data.dataset")
+        if not self.column:
+            return
         index = schema.get_field_index(self.column)
         if index < 0:
-            names = ", ".join(schema.names) or "none"
-            raise ConfigError("data.text_field", f"{path} has no column {self.column!r}; its columns: {names}")
+            raise no_column_error(path, self.column, schema.names)
         dtype = schema.field(index).type
         # A dictionary stores each distinct text once, and an index in each row.
         values = dtype.value_type if arrow.types.is_dictionary(dtype) else dtype
@@ -90,6 +104,36 @@ class Tables:
         except UnicodeDecodeError as error:
             raise InvalidDocument(f"the value is not UTF-8 text (byte {error.start})") from None
 
+    def _record(self, row: Any) -> dict[str, Any]:
+        """Return the fields of one row. row: a batch of one row."""
+        if row.nbytes > self.max_bytes:
+            raise InvalidDocument(too_long(self.max_bytes))
+        record = {}
+        for name, column in zip(row.schema.names, row.columns, strict=True):
+            if name in record:
+                raise InvalidDocument(f"the table has two columns named {name!r}")
+            try:
+                record[name] = _plain(column[0].as_py())
+            except UnicodeDecodeError as error:
+                raise InvalidDocument(f"column {name!r} is not UTF-8 text (byte {error.start})") from None
+        return {name: value for name, value in record.items() if value is not None}
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as JSON has it. In tables, each row has all fields of all rows, so those that are null are absent."""
+    if isinstance(value, dict):
+        return {name: _plain(inner) for name, inner in value.items() if inner is not None}
+    if isinstance(value, list):
+        if value and all(isinstance(entry, tuple) for entry in value):  # a map
+            return {str(name): _plain(inner) for name, inner in value}
+        return [_plain(inner) for inner in value]
+    if isinstance(value, bytes):
+        try:
+            return value.decode()
+        except UnicodeDecodeError:
+            return value.hex()
+    return value if value is None or isinstance(value, str | int | float) else str(value)
+
 
 def _parquet_row_groups(span: Span, table: Tables) -> Iterator[tuple[int, int, Iterable]]:
     parquet = require_package("pyarrow.parquet", "data.dataset")
@@ -100,108 +144,75 @@ def _parquet_row_groups(span: Span, table: Tables) -> Iterator[tuple[int, int, I
             group = file.metadata.row_group(i)
             columns = map(group.column, range(group.num_columns))
             offsets = (o for c in columns for o in (c.dictionary_page_offset, c.data_page_offset) if o is not None)
-            batches = file.iter_batches(_BATCH_ROWS, [i], columns=[table.column], use_threads=False)
+            batches = file.iter_batches(_BATCH_ROWS, [i], columns=table.columns, use_threads=False)
             yield min(offsets, default=0), group.num_rows, batches
 
 
 def _arrow_batches(span: Span, table: Tables) -> Iterator[tuple[int, int, Iterable]]:
     arrow = require_package("pyarrow", "data.dataset")
-    with arrow.memory_map(span.path) as file, arrow.ipc.open_stream(file) as stream:
-        table.require_text(span.path, stream.schema)
-        start = 0  # the first batch belongs to the first span
-        for batch in stream:  # mapped: of an unused batch, only the header is read
-            if start >= span.stop:
-                return
-            yield start, batch.num_rows, _validated(batch, table.column)
-            start = file.tell()
+    with open(span.path, "rb") as file:
+        is_file = file.read(len(ARROW_FILE)) == ARROW_FILE
+    with arrow.memory_map(span.path) as file:
+        if is_file:
+            yield from _batches_of_file(span, table, arrow.ipc.open_file(file))
+            return
+        with arrow.ipc.open_stream(file) as stream:
+            table.require_text(span.path, stream.schema)
+            start = 0  # the first batch belongs to the first span
+            for batch in stream:  # mapped: of an unused batch, only the header is read
+                if start >= span.stop:
+                    return
+                yield start, batch.num_rows, _validated(batch, table.columns)
+                start = file.tell()
 
 
-def _validated(batch: Any, name: str) -> Iterator:
+def _batches_of_file(span: Span, table: Tables, file: Any) -> Iterator[tuple[int, int, Iterable]]:
+    """Yield the batches of an Arrow file, which does not tell their offsets. They count as equally long."""
+    table.require_text(span.path, file.schema)
+    size = os.path.getsize(span.path)
+    for i in range(file.num_record_batches):
+        start = i * size // file.num_record_batches
+        if start >= span.stop:
+            return
+        batch = file.get_batch(i)
+        yield start, batch.num_rows, _validated(batch, table.columns)
+
+
+def _validated(batch: Any, names: list[str] | None) -> Iterator:
     """Validate and yield a batch. Raises ArrowInvalid for offsets outside the mapped file. Arrow itself does not check them."""
+    for column in batch.columns if names is None else map(batch.column, names):
+        # Viewed as bytes, so that invalid UTF-8 is reported for its own row only.
+        dtype = _as_bytes(column.type)
+        (column if dtype == column.type else column.view(dtype)).validate(full=True)
+    yield batch
+
+
+def _as_bytes(dtype: Any) -> Any:
+    """Return a type of Arrow, with bytes in the place of text."""
     arrow = require_package("pyarrow", "data.dataset")
     as_bytes = {
         arrow.string(): arrow.binary(),
         arrow.large_string(): arrow.large_binary(),
         arrow.string_view(): arrow.binary_view(),
     }
-    column = batch.column(name)
-    # Viewed as bytes, so that invalid UTF-8 is reported for its own row only.
-    dtype = as_bytes.get(column.type)
-    (column if dtype is None else column.view(dtype)).validate(full=True)
-    yield batch
+    if arrow.types.is_struct(dtype):
+        return arrow.struct([field.with_type(_as_bytes(field.type)) for field in dtype])
+    for is_list, make in ((arrow.types.is_list, arrow.list_), (arrow.types.is_large_list, arrow.large_list)):
+        if is_list(dtype):
+            return make(dtype.value_field.with_type(_as_bytes(dtype.value_type)))
+    return as_bytes.get(dtype, dtype)
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     return str(error).partition("\n")[0].rstrip(".")[:200]
 
 
-def parquet(config: DataConfig) -> Source:
-    require_package("pyarrow", "data.dataset")  # raises before any worker starts
-    root, files = find_files(config.path, (".parquet",), config.dataset)
-    read = Tables(config.dataset, "a parquet file", _parquet_row_groups, config.text_field, config.max_document_bytes)
-    return Source(root, files, True, read)
+def parquet_tables(config: DataConfig, field: str) -> Tables:
+    """Return a reader of Parquet files. field: see text_field.extractor."""
+    max_bytes = config.max_document_bytes
+    return Tables(config.dataset, "a parquet file", "parquet", _parquet_row_groups, field, max_bytes)
 
 
-def huggingface(config: DataConfig) -> Source:
-    require_package("pyarrow", "data.dataset")
-    if os.path.isdir(config.path):
-        files = _saved_files(config)
-    elif config.path.startswith(("/", ".")):
-        raise ConfigError("data.path", folder_error(config.path))
-    else:
-        files = _cached_files(config)
-    read = Tables(config.dataset, "an Arrow stream", _arrow_batches, config.text_field, config.max_document_bytes)
-    return Source(os.path.commonpath([os.path.dirname(f) for f in files]), tuple(files), True, read)
-
-
-def _saved_files(config: DataConfig) -> list[str]:
-    """Return the paths of the Arrow files in a folder that was written by save_to_disk."""
-    folder = config.path
-    if os.path.isfile(os.path.join(folder, "dataset_dict.json")):
-        splits = _json(os.path.join(folder, "dataset_dict.json")).get("splits", [])
-        if config.split not in splits:
-            names = list(map(str, splits))
-            hint = did_you_mean(config.split, names)
-            raise ConfigError("data.split", f"{folder} has no such split; available: {', '.join(names)}{hint}")
-        folder = os.path.join(folder, config.split)
-    state = os.path.join(folder, "state.json")
-    if not os.path.isfile(state):
-        held = describe_folder(folder, "huggingface")
-        raise ConfigError("data.path", f"{folder} has no state.json, so it was not written by save_to_disk{held}")
-    try:
-        names = [entry["filename"] for entry in _json(state)["_data_files"]]
-        if not names or any(os.path.basename(name) != name for name in names):
-            raise ValueError
-    except (KeyError, TypeError, ValueError):
-        raise ConfigError("data.path", f"{state} does not list the dataset's files") from None
-    files = [os.path.join(folder, name) for name in names]
-    missing = next((file for file in files if not os.path.isfile(file)), None)
-    if missing is not None:
-        raise ConfigError("data.path", f"{missing} is missing")
-    return files
-
-
-def _json(path: str) -> dict[str, Any]:
-    try:
-        return read_json_object(path)
-    except ValueError:
-        raise ConfigError("data.path", f"{path} is not a JSON object") from None
-
-
-def _cached_files(config: DataConfig) -> list[str]:
-    """Load a dataset by name with the package `datasets`, and return the paths of its cached Arrow files."""
-    datasets = require_package("datasets", "data.dataset")
-    try:
-        dataset = datasets.load_dataset(config.path, config.subset or None, split=config.split)
-        files = [entry["filename"] for entry in dataset.cache_files]
-        has_row_selection = getattr(dataset, "_indices", None) is not None
-    except Exception as error:  # the package raises exceptions of many types
-        message = f"this path is not a folder, and the package datasets cannot load it: {_first_line(error)}"
-        raise ConfigError("data.path", message) from None
-    if has_row_selection or any(character in config.split for character in "[]+"):
-        message = 'slices such as "train[:10%]" and combined splits are not supported: name one full split'
-        raise ConfigError("data.split", message)
-    if not files:
-        message = "this dataset is only in memory; write it with save_to_disk and name that folder"
-        raise ConfigError("data.path", message)
-    return files
+def arrow_tables(config: DataConfig, field: str) -> Tables:
+    """Return a reader of Arrow streams and files. field: see text_field.extractor."""
+    return Tables(config.dataset, "an Arrow table", "huggingface", _arrow_batches, field, config.max_document_bytes)

@@ -236,7 +236,7 @@ def _document_ends(tokens: np.ndarray, eos: int, first: int) -> Iterator[int]:
 
 
 def tokens(config: DataConfig, tokenizer: Tokenizer) -> Source:
-    root, files = find_files(config.path, (".bin", ".npy"), config.dataset)
+    root, files = find_files(config.path, config.dataset, (".bin", ".npy"))
     wrong = next((file for file in files if not ends_in(file, (".bin", ".npy"))), None)
     if wrong is not None:
         raise _error(f"{wrong}: expected the name of a .bin or .npy file")

@@ -1,0 +1,46 @@
+"""The text in one field of a record."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from trainer.config import ConfigError
+from trainer.config.fields import did_you_mean
+from trainer.data.sources.source import Document, InvalidDocument
+from trainer.data.tokenizer.protocol import has_lone_surrogate
+
+_TYPE_NAMES = {
+    dict: "an object", list: "a list", str: "a string", bool: "a boolean", int: "a number", float: "a number",
+}  # fmt: skip
+
+
+def extractor(field: str) -> Callable[[Any], Document]:
+    """Return a function from a record to its document: the text in `field`, or the record itself if `field` is "". The function
+    raises InvalidDocument."""
+    return partial(_text_field, field) if field else _entire_record
+
+
+def no_column_error(path: str, column: str, names: Sequence[str]) -> ConfigError:
+    """Return the error of a table without a text column of the name that is set."""
+    message = f"{path} has no column {column!r}; its columns: {', '.join(names) or 'none'}{did_you_mean(column, names)}"
+    return ConfigError("data.text_field", message)
+
+
+def _entire_record(record: Any) -> Any:
+    return record
+
+
+def _text_field(name: str, record: Any) -> str:
+    """Return the text in one field of a record."""
+    if not isinstance(record, dict):
+        raise InvalidDocument(f"expected an object, found {_TYPE_NAMES.get(type(record), 'null')}")
+    if name not in record:
+        raise InvalidDocument(f"the record has no field {name!r}")
+    text = record[name]
+    if not isinstance(text, str):
+        raise InvalidDocument(f"field {name!r} is {_TYPE_NAMES.get(type(text), 'null')}, not a string")
+    if not text:
+        raise InvalidDocument("the document is empty")
+    if not text.isascii() and has_lone_surrogate(text):
+        raise InvalidDocument("the document contains a lone surrogate")
+    return text

@@ -1,0 +1,93 @@
+"""The splits of a token store: training documents and held-out documents.
+
+A hash of each document's content selects the held-out documents. Of a single document, or of a few, it selects none or all. Then
+the last share of the tokens is held out instead. The store itself does not change: the share is computed when it is opened.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from trainer.config import DataConfig
+from trainer.data.store.store import TokenStore, open_store
+from trainer.system.files import digest
+
+_MAX_DOCUMENTS = 10_000
+"""Number of documents up to which a store has few documents. They are compared with each other at each start."""
+
+
+@dataclass(frozen=True)
+class Splits:
+    train: TokenStore
+    held_out: TokenStore | None
+    """None if held_out_fraction is 0."""
+    suffix: str = ""
+    """Part of the names of everything that depends on the splits, if they are not those of the store."""
+    note: str = ""
+    """How the splits differ from those of the store."""
+
+    def items(self) -> list[tuple[str, TokenStore]]:
+        """Return (name of the split, its store) of each split."""
+        stores = (("train", self.train), ("held_out", self.held_out))
+        return [(name, store) for name, store in stores if store is not None]
+
+
+def open_splits(folder: Path, data: DataConfig, evaluates: bool) -> Splits:
+    """Open the splits of a store. evaluates: whether the run evaluates. Otherwise, no tokens need to be held out."""
+    train = open_store(folder, "train")
+    if not data.held_out_fraction and data.dataset != "prepared":
+        return Splits(train, None)
+    held_out = open_store(folder, "held_out")
+    splits = Splits(train, held_out)
+    if data.dataset == "prepared" or not evaluates or (len(train.tokens) and len(held_out.tokens)):
+        return splits
+    store = train if len(train.tokens) else held_out
+    first = first_held_out(store, data.held_out_fraction)
+    if first is None:
+        return splits
+    count, tokens = len(store.documents) - 1, len(store.tokens)
+    why = "cannot divide the only document" if count == 1 else f"selects none or all of the {count} documents"
+    what = f"the last {tokens - first} of {tokens} tokens are held out instead"
+    note = f"data.held_out_fraction = {data.held_out_fraction:g} {why}, so that {what}"
+    return Splits(_part(store, 0, first), _part(store, first, tokens), f"-last-{tokens - first}", note)
+
+
+def first_held_out(store: TokenStore, fraction: float) -> int | None:
+    """Return the index of the first token to hold out, or None if the documents are too many, or cannot be divided.
+
+    Texts are divided at any token; documents with targets (conversations) stay complete. Equal documents are on the same side, as
+    they are if a hash selects them.
+    """
+    tokens, documents = len(store.tokens), store.documents
+    count = len(documents) - 1
+    if not 0 < count <= _MAX_DOCUMENTS or tokens < 4:
+        return None
+    first = tokens - min(max(round(fraction * tokens), 2), tokens // 2)
+    separates = _separates_documents(store)  # index: document from which on all are held out
+    document = int(np.searchsorted(documents, first, side="right")) - 1
+    if store.targets is None and separates[document] and separates[document + 1]:
+        return first
+    starts = documents[1:-1][separates[1:-1]]
+    return int(starts[np.abs(starts - first).argmin()]) if len(starts) else None
+
+
+def _separates_documents(store: TokenStore) -> np.ndarray:
+    """Return for each document whether no document before it equals it or a later one, and True, shape (documents + 1,)."""
+    count = len(store.documents) - 1
+    lengths = np.diff(store.documents).tolist()
+    frequency = Counter(lengths)
+    earliest, first_of = np.arange(count + 1), {}  # index of the first document that equals each
+    for i in range(count):
+        if frequency[lengths[i]] > 1:  # documents of other lengths are not equal to any
+            content = store.tokens[store.documents[i] : store.documents[i + 1]].tobytes()
+            earliest[i] = first_of.setdefault(digest(content), i)
+    return np.minimum.accumulate(earliest[::-1])[::-1] >= np.arange(count + 1)
+
+
+def _part(store: TokenStore, start: int, stop: int) -> TokenStore:
+    """Return the tokens [start, stop) of a store. The documents at its ends may be incomplete."""
+    inner = store.documents[(store.documents > start) & (store.documents < stop)]
+    documents = np.concatenate([[start], inner, [stop]]) - start
+    return TokenStore(store.tokens[start:stop], documents, None if store.targets is None else store.targets[start:stop])
