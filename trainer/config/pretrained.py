@@ -100,7 +100,8 @@ def provenance(config: Config) -> str:
         if any(is_from_pretrained(config, key) for key in keys):
             given.append(part)
         elif part != "chat template" or has_chats(config):
-            origin = next((config.origins[key] for key in keys if key in config.origins), "")
+            origins = [config.origins[key] for key in keys if key in config.origins]
+            origin = max(origins, key=lambda text: text.startswith("--"), default="")
             shown = f"[data] chat_template = {config.data.chat_template} (default)"
             others.append(f"{part} from {origin or shown}")
     return "; ".join([f"{config.origins.get(SETTING)}{commit}: {', '.join(given) or 'nothing'}", *others])
@@ -132,7 +133,7 @@ def _require_local(config: Config) -> None:
     if config.model.revision:
         raise ConfigError("model.revision", f"has an effect only with a model of the Hub, but {source} is a path")
     if os.path.isfile(source):
-        raise ConfigError(SETTING, "is a file, not a folder")
+        raise ConfigError(SETTING, "is a file, not a folder; name the folder that contains it")
     if not os.path.exists(source):
         siblings = map(str, Path(source).parent.glob("*"))
         hint = did_you_mean(source, siblings) or "; a model of the Hub is named OWNER/NAME, such as Qwen/Qwen3-0.6B"
@@ -184,7 +185,7 @@ def _tokenizer(config: Config, folder: Path) -> dict[str, Any]:
     if not found and "tokenizer.backend" in config.origins:
         return {}
     if not found:
-        message = f"{folder} contains no {', '.join(TOKENIZER_FILES)}"
+        message = f"{folder} contains none of {', '.join(TOKENIZER_FILES)}"
         raise ConfigError(SETTING, f"{message}; set [tokenizer] backend and path (backend default: the shipped one)")
     own = config.tokenizer
     names = (*found.get("extra_special_tokens", ()), *own.extra_special_tokens)
