@@ -75,6 +75,8 @@ def test_a_commit_in_the_cache_needs_no_connection(hub, folder):
     hub.requests.clear()
     assert fetch(NAME, commit, "weights") == fetch(NAME, commit, "config") == path
     assert hub.requests == []
+    hub.refusals[NAME] = (503, "")  # the cache says which commit a branch was
+    assert fetch(NAME, "", "weights") == path
 
 
 def fetch_on_rank(address: str, cache: str) -> str:

@@ -78,7 +78,18 @@ def fetch(name: str, revision: str, contents: Contents) -> Path:
             if 400 <= _status(error) < 500 or cached is None:
                 raise
             return _offline(cached, name, contents, type(error).__name__)
-        return _download(hub, name, info, contents)
+        snapshot = _download(hub, name, info, contents)
+        with suppress(OSError):  # the cache of a cluster may be read-only
+            _remember(snapshot, revision or "main")
+        return snapshot
+
+
+def _remember(snapshot: Path, revision: str) -> None:
+    """Write in the cache, as the package does, which commit a branch or tag is, for a start without a connection."""
+    if not is_commit(revision):
+        file = snapshot.parent.parent / "refs" / revision
+        file.parent.mkdir(parents=True, exist_ok=True)
+        atomic_write(file, snapshot.name)
 
 
 def _endpoint() -> str:
