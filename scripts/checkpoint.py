@@ -24,11 +24,12 @@ if __name__ == "__main__":
 from tqdm import tqdm
 
 from trainer.checkpoint import manifest
-from trainer.checkpoint.commit import parse_step
 from trainer.checkpoint.manifest import CorruptError
-from trainer.checkpoint.resume import LARGEST_STATE, check_train_state, list_checkpoints
+from trainer.checkpoint.resume import LARGEST_STATE, check_train_state
 from trainer.checkpoint.storage import read_index
 from trainer.config.command_line import Arguments, die, run_to_end
+from trainer.config.model_source import list_checkpoints
+from trainer.system.checkpoint_folder import parse_step
 from trainer.system.files import folder_error
 
 

@@ -22,6 +22,7 @@ if __name__ == "__main__":
 from trainer.config import DataConfig
 from trainer.config.command_line import Arguments, config_from_command_line, die, one_line_errors, run_to_end
 from trainer.config.load import DATA_SECTIONS
+from trainer.config.pretrained import provenance
 from trainer.data.datasets import all_dataset_configs, blame_setting, pack_splits
 from trainer.data.prepare.prepare import prepare, unused_fields
 from trainer.data.store.held_out import open_splits
@@ -62,6 +63,8 @@ def main() -> None:
     config = config_from_command_line(settings, DATA_SECTIONS)  # the initial model may not exist yet
     is_sharded = args.shard != (0, 1)
     with one_line_errors(config):
+        if line := provenance(config):
+            console.info(line)
         tokenizer = load_tokenizer(config.tokenizer)
         for warning in tokenizer.warnings:
             console.warning(warning)

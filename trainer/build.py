@@ -10,10 +10,10 @@ import torch.distributed as dist
 from trainer import initial_model
 from trainer.checkpoint.async_save import WRITERS
 from trainer.checkpoint.best import BestTracker
-from trainer.checkpoint.commit import committed
 from trainer.checkpoint.manager import CheckpointManager, saved_tensors
 from trainer.checkpoint.resume import ResumePoint
 from trainer.config import Config, ConfigError
+from trainer.config.pretrained import provenance
 from trainer.config.render import to_toml
 from trainer.data.build import Datasets
 from trainer.engine import Engine, build_model_parts, build_objective
@@ -39,6 +39,8 @@ from trainer.runtime import device as devices
 from trainer.runtime.distributed import run_on_rank_0
 from trainer.runtime.host_memory import keep_freed_memory
 from trainer.state import TrainState
+from trainer.system import console
+from trainer.system.checkpoint_folder import committed
 from trainer.system.files import digest
 from trainer.trainer import Trainer
 
@@ -63,6 +65,8 @@ def build_trainer(
         ConfigError: The data, the model, the checkpoint or the run folder cannot be used.
     """
     folder = config.run.folder
+    if line := provenance(config):
+        console.info(line)
     if point is None and run_on_rank_0(lambda: committed(folder / "checkpoints")):
         raise ConfigError(
             "run.name", f"{folder} has checkpoints of an earlier run; resume_point returns the one to resume from"

@@ -2,14 +2,17 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from models.spec import meta_model
 from trainer.checkpoint.adapter import load_adapter
-from trainer.checkpoint.resume import ResumePoint, require_compatible
+from trainer.checkpoint.resume import ResumePoint, changed_settings, require_compatible
 from trainer.checkpoint.weights import WeightSource, init_weights_from, names_loaded
 from trainer.config import Config
+from trainer.config.model_source import resolve_checkpoint
+from trainer.config.pretrained import is_from_pretrained
+from trainer.config.render import to_toml
 from trainer.data.sampling.loader import BatchPartition
 from trainer.data.sampling.samples import Samples
 from trainer.engine import Engine
@@ -17,9 +20,12 @@ from trainer.objective.reference import ReferenceStore
 from trainer.run.resolve import ResolvedRun
 from trainer.run.run_folder import model_files
 from trainer.run.text_format import TextFormat
-from trainer.system.files import digest
+from trainer.runtime.distributed import run_on_rank_0
+from trainer.system import console
+from trainer.system.checkpoint_folder import MANIFEST
+from trainer.system.files import digest, digest_of, short_digest
 
-_BASE, _REFERENCE = "base model", "reference model"
+_BASE, _REFERENCE, _INITIAL = "base model", "reference model", "initial weights"
 """Keys of InitialModel.hashes."""
 
 
@@ -27,8 +33,9 @@ _BASE, _REFERENCE = "base model", "reference model"
 class InitialModel:
     files: dict[str, bytes]
     """Files that make a checkpoint self-contained: model, tokenizer and chat template."""
-    hashes: dict[str, str]
-    """Hashes of the base model of adapters and of the reference model, if the run has them. They are part of the fingerprint."""
+    hashes: dict[str, str | None]
+    """Hashes of the base model of adapters and of the reference model, if the run has them, and of the initial weights of a run
+    without adapters (None: random). They are part of the fingerprint."""
     samples: list[Samples]
     """The samples of each dataset, with the reference's log-probabilities if the loss has a reference."""
 
@@ -61,60 +68,103 @@ def load(
     """
     stores: list[ReferenceStore] = []
     if point is not None:
-        saved = {name: point.state.fingerprint[name] for name in (_BASE, _REFERENCE) if name in point.state.fingerprint}
+        kinds = (_BASE, _REFERENCE, _INITIAL)
+        saved = {name: point.state.fingerprint[name] for name in kinds if name in point.state.fingerprint}
         stores = _open_references(config, sets, saved)
         if all(store.is_complete for store in stores):
-            hashes, base = _load_base(config, resolved, engine)
+            loaded = _load_base(config, resolved, engine)
         else:
-            hashes, base = _load_weights(config, resolved, engine)
-        require_compatible(point, hashes)
-        hashes = saved
+            loaded = _load_weights(config, resolved, engine)
+        _require_same_weights(config, resolved, point, loaded)
+        hashes: dict[str, str | None] = saved
+        console.info(_resumed_line(point, loaded))
     else:
-        hashes, base = _load_weights(config, resolved, engine)
+        loaded = _load_weights(config, resolved, engine)
+        hashes = loaded.hashes
+        console.info(f"weights: {loaded.origin}")
         stores = _open_references(config, sets, hashes)
     samples = [of_set for of_set, _ in sets]
     if stores:
         chunks = config.training.loss_chunk_tokens, resolved.compiled
         read = engine.forward_backward.read
         samples = [store.complete(read, partition, engine.device, *chunks) for store in stores]
-    files = model_files(config, resolved, text, base, point)
+    files = model_files(config, resolved, text, loaded.base, point)
     return InitialModel(files=files, hashes=hashes, samples=samples)
 
 
-def _load_weights(config: Config, resolved: ResolvedRun, engine: Engine) -> tuple[dict[str, str], dict[str, str]]:
-    """Give all parameters their initial values: drawn at random, or loaded from checkpoint.init_from and lora.init_from. Return
-    the hashes, and the base model's path and hash, or {}."""
+@dataclass(frozen=True, kw_only=True)
+class _Loaded:
+    hashes: dict[str, str | None]
+    """See InitialModel."""
+    origin: str
+    """From where the weights were loaded, for the log."""
+    base: dict[str, str] = field(default_factory=dict)
+    """Path and hash of the base model, if the run trains adapters."""
+
+
+def _load_weights(config: Config, resolved: ResolvedRun, engine: Engine) -> _Loaded:
+    """Give all parameters their initial values: drawn at random, or loaded from checkpoint.init_from and lora.init_from."""
     lora, names = config.lora, resolved.parameter_names
     loaded = names_loaded(config.checkpoint, names)
     engine.initialize(loaded=names | resolved.trained.names if lora.init_from else loaded)
     if not config.checkpoint.init_from:
-        return {}, {}
+        folder = "" if config.model.pretrained else config.model.huggingface
+        only = f"; {folder} gives only the dimensions, and --from {folder} would load its weights too" if folder else ""
+        return _Loaded(hashes={_INITIAL: None}, origin=f"random{only}")
     weights = init_weights_from(config.checkpoint, resolved.spec, resolved.sizes, engine.parameters, names)
-    is_base, is_reference = lora.rank is not None, config.preference.needs_reference
-    weights_digest = weights.digest() if is_base or is_reference else ""
+    weights_digest = weights.digest()
     adapter = ""
     if lora.init_from:
         trained = resolved.trained.tensors(meta_model(resolved.spec.model, resolved.sizes))
         adapter = load_adapter(lora, resolved.spec, resolved.sizes, engine.parameters, trained, weights_digest)
     engine.optimizer.sync_master_weights(state_loaded=False)
-    hashes = {_BASE: weights_digest} if is_base else {}
-    if is_reference:
+    is_base = lora.rank is not None
+    hashes: dict[str, str | None] = {_BASE if is_base else _INITIAL: weights_digest}
+    if config.preference.needs_reference:
         hashes[_REFERENCE] = _reference_hash(config, resolved, weights_digest, adapter)
-    return hashes, _base_of(weights, weights_digest) if is_base else {}
+    base = _base_of(weights, weights_digest) if is_base else {}
+    excluded = sorted(names - loaded)
+    exception = f", except {', '.join(excluded[:4])}{' ...' * (len(excluded) > 4)}" if excluded else ""
+    return _Loaded(hashes=hashes, origin=f"{_origin(weights, weights_digest)}{exception}", base=base)
 
 
-def _load_base(config: Config, resolved: ResolvedRun, engine: Engine) -> tuple[dict[str, str], dict[str, str]]:
-    """Load the base model, if the run trains adapters. Return its hash, and its path and hash, like `_load_weights`."""
+def _load_base(config: Config, resolved: ResolvedRun, engine: Engine) -> _Loaded:
+    """Load the base model, if the run trains adapters."""
     if config.lora.rank is None:
-        return {}, {}
+        return _Loaded(hashes={}, origin="")
     names = resolved.parameter_names
     weights = init_weights_from(config.checkpoint, resolved.spec, resolved.sizes, engine.parameters, names)
     weights_digest = weights.digest()
-    return {_BASE: weights_digest}, _base_of(weights, weights_digest)
+    base, origin = _base_of(weights, weights_digest), _origin(weights, weights_digest)
+    return _Loaded(hashes={_BASE: weights_digest}, origin=origin, base=base)
+
+
+def _origin(weights: WeightSource, weights_digest: str) -> str:
+    files = weights.files()
+    return f"loaded from {weights.folder} ({short_digest(weights_digest)}{f', {files}' if files else ''})"
 
 
 def _base_of(weights: WeightSource, weights_digest: str) -> dict[str, str]:
     return {"base": str(weights.folder.resolve()), "base_digest": weights_digest}
+
+
+def _resumed_line(point: ResumePoint, loaded: _Loaded) -> str:
+    of_checkpoint = run_on_rank_0(lambda: digest_of(point.path / MANIFEST))
+    checkpoint = f"{point.path} ({short_digest(of_checkpoint)})"
+    return f"weights: {loaded.origin}, adapter {checkpoint}" if loaded.base else f"weights: loaded from {checkpoint}"
+
+
+def _require_same_weights(config: Config, resolved: ResolvedRun, point: ResumePoint, loaded: _Loaded) -> None:
+    """Raise ConfigError if the run began with other weights than those that [model] pretrained names, with another base model or
+    with another reference. Checkpoints of earlier versions do not name the initial weights."""
+    now = {name: value for name, value in loaded.hashes.items() if name != _INITIAL}
+    if _INITIAL in point.state.fingerprint and is_from_pretrained(config, "checkpoint.init_from"):
+        changed = changed_settings(point, to_toml(config))
+        # A folder of the same name is not read again: the checkpoint contains all weights.
+        if any(line.startswith(("model.pretrained ", "model.revision ", f"{point.path}")) for line in changed):
+            source = run_on_rank_0(lambda: resolve_checkpoint(Path(config.checkpoint.init_from)))
+            now[_INITIAL] = WeightSource.open(source, resolved.spec).digest()
+    require_compatible(point, now)
 
 
 def _reference_hash(config: Config, resolved: ResolvedRun, weights_digest: str, adapter: str) -> str:
@@ -131,7 +181,7 @@ def _reference_hash(config: Config, resolved: ResolvedRun, weights_digest: str, 
 
 
 def _open_references(
-    config: Config, sets: Sequence[tuple[Samples, int]], hashes: Mapping[str, str]
+    config: Config, sets: Sequence[tuple[Samples, int]], hashes: Mapping[str, str | None]
 ) -> list[ReferenceStore]:
     """Return the store of each dataset's log-probabilities, or [] if the loss has no reference."""
     if not config.preference.needs_reference:

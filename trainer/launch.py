@@ -45,6 +45,7 @@ from trainer.config.command_line import (
     refuse_separate_tasks,
     run_to_end,
 )
+from trainer.config.hub import COMMIT
 from trainer.system.process import cores
 
 
@@ -121,6 +122,8 @@ def main(listener: SignalListener) -> NoReturn:
     from trainer.run.resolve import resolve
     from trainer.runtime import device, elastic, rendezvous
 
+    if config.model.revision:  # the ranks use this commit, even if the model changes on the Hub meanwhile
+        os.environ[COMMIT] = f"{config.model.pretrained}@{config.model.revision}"
     os.environ["TORCH_CPP_LOG_LEVEL"] = inherited or "ERROR"  # for the ranks, for the same reason
     with one_line_errors(config):
         resolve(config, options.ranks * options.max_nodes)

@@ -334,9 +334,9 @@ def test_a_folder_that_is_no_adapter_is_described(tmp_path, files, what, monkeyp
 def test_the_log_names_the_files_with_weights_that_were_read(model):
     (model / "pytorch_model.bin").touch()
     (model / "consolidated.safetensors").touch()
-    described = WeightSource.open(model, alone=True).description()
-    assert described == f"{model} ({SINGLE}; not consolidated.safetensors, pytorch_model.bin)"
+    described = WeightSource.open(model, alone=True).files()
+    assert described == f"{SINGLE}; not consolidated.safetensors, pytorch_model.bin"
     for name in ("pytorch_model.bin", "consolidated.safetensors"):
         (model / name).unlink()
     only_index(model)
-    assert WeightSource.open(model, alone=True).description() == f"{model} (2 files, {A} to {B})"
+    assert WeightSource.open(model, alone=True).files() == f"2 files, {A} to {B}"

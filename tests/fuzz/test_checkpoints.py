@@ -21,7 +21,7 @@ from trainer.checkpoint.commit import load
 from trainer.checkpoint.export import HfExport
 from trainer.checkpoint.manifest import CorruptError, File, Manifest
 from trainer.checkpoint.resume import find_resume_point
-from trainer.checkpoint.weights import resolve_checkpoint
+from trainer.config.model_source import resolve_checkpoint
 from trainer.runtime.device import DTYPES
 from trainer.system.files import digest_of
 

@@ -27,8 +27,9 @@ from trainer.checkpoint.huggingface import (
 from trainer.checkpoint.manifest import CorruptError
 from trainer.checkpoint.storage import DTYPE_OF, TensorMetadata, TensorWrite, read_index, read_rows, write_safetensors
 from trainer.checkpoint.tokenizer_files import exported_files
-from trainer.checkpoint.weights import WeightSource, resolve_checkpoint
+from trainer.checkpoint.weights import WeightSource
 from trainer.config import ConfigError, LoraConfig
+from trainer.config.model_source import resolve_checkpoint
 from trainer.config.schema import toml_value
 from trainer.runtime.distributed import run_on_rank_0
 from trainer.runtime.dtensor import local_region

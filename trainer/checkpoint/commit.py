@@ -14,8 +14,6 @@ checkpoints/
     lineage.json                     the steps that the run was rolled back to
 """
 
-import os
-import re
 import shutil
 import warnings
 from collections.abc import Mapping, Sequence
@@ -36,42 +34,10 @@ from trainer.config import ConfigError
 from trainer.runtime.distributed import all_gather_objects, run_on_rank_0
 from trainer.runtime.dtensor import local_region
 from trainer.system import console
+from trainer.system.checkpoint_folder import latest_per_step, step_of
 from trainer.system.files import describe, is_temporary, sync, temporary_path
 
-_NAME = re.compile(r"step-(\d{8,15})(\.old)?")
-
 Tensors = Mapping[str, Tensor]
-
-
-# ---------------------------------------------------------------- names
-
-
-def parse_step(name: str) -> int | None:
-    """Return the step in the folder name of a checkpoint, or None if the name is not that of a checkpoint."""
-    match = _NAME.fullmatch(name)
-    return match and int(match[1])
-
-
-def step_of(checkpoint: Path) -> int:
-    step = parse_step(checkpoint.name)
-    assert step is not None, checkpoint
-    return step
-
-
-def committed(folder: Path) -> list[Path]:
-    """Return the folders of committed checkpoints without verifying them, newest step first. A replaced checkpoint
-    (.old) follows the new checkpoint of the same step. Raises OSError if the folder exists but cannot be read."""
-    try:
-        names = os.listdir(folder)
-    except FileNotFoundError:
-        return []
-    paths = [folder / name for name in names if parse_step(name) is not None and (folder / name).is_dir()]
-    return sorted(paths, key=lambda path: (-step_of(path), path.name))
-
-
-def latest_per_step(folder: Path) -> list[Path]:
-    """Return the folder of one committed checkpoint per step, newest step first."""
-    return list({step_of(path): path for path in reversed(committed(folder))}.values())[::-1]
 
 
 # ---------------------------------------------------------------- saving

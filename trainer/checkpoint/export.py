@@ -15,7 +15,6 @@ from torch import Tensor
 from models.spec import ModelSpec
 from trainer.checkpoint import manifest
 from trainer.checkpoint.adapter import AdapterSource, is_adapter, open_weights, write_peft
-from trainer.checkpoint.commit import latest_per_step
 from trainer.checkpoint.huggingface import (
     GENERATION_CONFIG,
     ModelMetadata,
@@ -31,6 +30,7 @@ from trainer.checkpoint.tokenizer_files import exported_files
 from trainer.checkpoint.weights import WeightSource
 from trainer.config import ConfigError
 from trainer.system import console
+from trainer.system.checkpoint_folder import latest_per_step
 from trainer.system.files import atomic_folder
 from trainer.system.units import GIB
 

@@ -34,6 +34,7 @@ from trainer.checkpoint.storage import (
 from trainer.config import ConfigError
 from trainer.data.tokenizer.backends import TOKENIZERS
 from trainer.data.tokenizer.huggingface import COMPANION_FILES
+from trainer.system.checkpoint_folder import MODEL_FILE, is_checkpoint
 from trainer.system.files import (
     LARGEST_JSON,
     TooLarge,
@@ -46,8 +47,6 @@ from trainer.system.files import (
 from trainer.system.model_folder import folder_problem, pointer_problem, quantization_problem, weights_problem
 from trainer.system.paths import unreadable
 
-MODEL_FILE = "model.json"
-"""Name of the file in a checkpoint that describes the model and lists the tokenizer files."""
 CHAT_TEMPLATE = "chat_template.jinja"
 GENERATION_CONFIG = "generation_config.json"
 _TOKENIZER_FILES = ("tokenizer.json", "tekken.json", *COMPANION_FILES)
@@ -130,7 +129,7 @@ def window_and_generation(folder: Path) -> tuple[int, dict[str, Any]]:
     with manifest.damage_as_config_error(folder):
         file = folder / GENERATION_CONFIG
         generation = read_object(file) if file.exists() else {}
-        if (folder / manifest.NAME).exists():
+        if is_checkpoint(folder):
             model = ModelMetadata.read(folder)
             ids, window = model.special_token_ids, model.context_window
         else:
@@ -350,8 +349,12 @@ def family_of(spec: ModelSpec, sizes: Any) -> str:
 
 
 def read_architecture(path: Path) -> tuple[str, Any]:
-    """Return the name of the family and the sizes of a model in Hugging Face's format. path: of config.json or of its folder.
-    Raises ConfigError."""
+    """Return the name of the family and the sizes of a model. path: of a checkpoint, of a folder in Hugging Face's format, or of
+    its config.json. Raises ConfigError."""
+    if is_checkpoint(path):
+        with manifest.damage_as_config_error(path):
+            metadata = ModelMetadata.read(path)
+            return metadata.family, metadata.spec_and_sizes()[1]
     # The user may name a link to a file, but the files of a folder may not be links out of it.
     file = path / "config.json" if path.is_dir() else Path(os.path.realpath(path))
     if path.is_dir():

@@ -12,13 +12,15 @@ from torch import Tensor
 from trainer.checkpoint import resume
 from trainer.checkpoint.async_save import SaveResult, Writer, WriterDied
 from trainer.checkpoint.best import BestTracker
-from trainer.checkpoint.commit import SaveRequest, load, step_of
+from trainer.checkpoint.commit import SaveRequest, load
 from trainer.checkpoint.resume import ResumePoint
 from trainer.config import CheckpointConfig
+from trainer.config.model_source import list_checkpoints
 from trainer.runtime import device as devices
 from trainer.runtime.distributed import run_on_rank_0
 from trainer.state import TrainState, is_due
 from trainer.system import console
+from trainer.system.checkpoint_folder import step_of
 
 
 class CheckpointManager:
@@ -143,7 +145,7 @@ class CheckpointManager:
         self.after_load()
         devices.set_rng_state(self.device, rng)
         state.resume_from(saved)
-        existing = run_on_rank_0(lambda: resume.list_checkpoints(self.folder))
+        existing = run_on_rank_0(lambda: list_checkpoints(self.folder))
         self.best.load_state(saved.best, [step_of(path) for path in existing])
         self._deferred = False
         ranks = f"{saved.world_size} rank{'s' * (saved.world_size > 1)}"

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config import ConfigError
+from trainer.system.checkpoint_folder import MANIFEST
 from trainer.system.files import TooLarge, digest, digest_of, drop_page_cache, read_limited, sync
 from trainer.system.paths import unreadable
 
-NAME = "manifest.json"
+NAME = MANIFEST
 VERSION = 2
 """Version of the checkpoint format. It covers all file formats and the tensor names."""
 _LARGEST = 64 * 2**20

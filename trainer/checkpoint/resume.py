@@ -10,13 +10,15 @@ from typing import Any
 import torch.distributed as dist
 
 from trainer.checkpoint import manifest
-from trainer.checkpoint.commit import committed, first_problem, latest_per_step, step_of
+from trainer.checkpoint.commit import first_problem
 from trainer.checkpoint.manifest import CorruptError
 from trainer.config import ConfigError
+from trainer.config.model_source import list_checkpoints
 from trainer.config.render import differing_settings
 from trainer.runtime.distributed import run_on_rank_0
 from trainer.state import TrainState
 from trainer.system import console
+from trainer.system.checkpoint_folder import committed, step_of
 from trainer.system.files import atomic_write, read_json_object, sync
 
 _LINEAGE = "lineage.json"
@@ -35,15 +37,6 @@ class ResumePoint:
     state: TrainState
     rollback: bool = False
     """Whether all checkpoints newer than this one must be discarded."""
-
-
-def list_checkpoints(folder: Path) -> list[Path]:
-    """Return one checkpoint per step, newest first. Raises ConfigError if the folder cannot be read. An unreadable
-    folder is not treated as empty, because it may contain checkpoints."""
-    try:
-        return latest_per_step(folder)
-    except OSError as error:
-        raise ConfigError("", f"{folder} cannot be read ({error.strerror})") from None
 
 
 def find_resume_point(folder: Path, load_step: int = 0) -> ResumePoint | None:

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +11,13 @@ from trainer.checkpoint import manifest
 from trainer.checkpoint.huggingface import CHAT_TEMPLATE, GENERATION_CONFIG, MODEL_FILE, ModelMetadata
 from trainer.checkpoint.manifest import CorruptError
 from trainer.config import ConfigError, TokenizerConfig
+from trainer.config.model_source import TOKENIZER_FILES, published_tokenizer, saved_tokenizer
 from trainer.data.tokenizer.backends import load_tokenizer
 from trainer.data.tokenizer.byte_pair import PATTERNS
 from trainer.data.tokenizer.hf_json import is_byte_level, json_bytes
 from trainer.data.tokenizer.protocol import Tokenizer
 from trainer.system.files import parse_json_object
 
-_BACKENDS = {"tokenizer.json": "huggingface", "tokenizer.model": "sentencepiece", "tekken.json": "tekken"}
-"""Tokenizer file of a Hugging Face folder, in order of precedence -> backend."""
 _CLASS = "PreTrainedTokenizerFast"
 """The only class that all versions of transformers load from tokenizer.json alone. Others change parts of it: transformers 5
 rebuilds the tokenizer of the class LlamaTokenizer from its vocabulary, for example."""
@@ -37,24 +37,15 @@ def load_checkpoint_tokenizer(checkpoint: Path, model: ModelMetadata) -> Tokeniz
     """Load the tokenizer of a checkpoint. Raises ConfigError if the checkpoint has none."""
     if not model.tokenizer:
         return load_hf_tokenizer(checkpoint)
-    path = str(checkpoint / model.tokenizer_files[0])
-    reuse, extra = model.reuse_reserved_tokens, model.extra_special_tokens
-    config = TokenizerConfig(
-        backend=model.tokenizer,
-        path=path,
-        pattern=model.pattern,
-        reuse_reserved_tokens=reuse,
-        extra_special_tokens=extra,
-    )
-    return load_tokenizer(config)
+    return load_tokenizer(TokenizerConfig(**saved_tokenizer(checkpoint, asdict(model))))
 
 
 def load_hf_tokenizer(folder: Path) -> Tokenizer:
     """Load the tokenizer of a Hugging Face folder. Raises ConfigError if the folder has none."""
-    for file, backend in _BACKENDS.items():
-        if (folder / file).exists():
-            return load_tokenizer(TokenizerConfig(backend=backend, path=str(folder / file)))
-    raise ConfigError("", f"{folder} contains none of {', '.join(_BACKENDS)}")
+    settings = published_tokenizer(folder)
+    if not settings:
+        raise ConfigError("", f"{folder} contains none of {', '.join(TOKENIZER_FILES)}")
+    return load_tokenizer(TokenizerConfig(**settings))
 
 
 def exported_files(checkpoint: Path, model: ModelMetadata) -> dict[str, bytes]:

@@ -20,11 +20,12 @@ from trainer.checkpoint.manifest import CorruptError
 from trainer.checkpoint.storage import Read, TensorMetadata, read_regions, read_rows, read_slice
 from trainer.config import CheckpointConfig, ConfigError
 from trainer.config.fields import matching
+from trainer.config.model_source import not_a_model, resolve_checkpoint
 from trainer.runtime.distributed import all_gather_objects, run_on_rank_0
 from trainer.runtime.dtensor import local_region
-from trainer.system import console
-from trainer.system.files import digest, digest_of, folder_error
-from trainer.system.model_folder import folder_problem, unread_weights
+from trainer.system.checkpoint_folder import is_checkpoint
+from trainer.system.files import digest, digest_of
+from trainer.system.model_folder import unread_weights
 
 _ROWS = 4096  # maximum number of rows read at once
 
@@ -47,7 +48,7 @@ class WeightSource:
     def open(cls, folder: Path, spec: ModelSpec | None = None, alone: bool = False) -> "WeightSource":
         """Verify the folder, collectively unless `alone`. spec: expected model family, or None for any family. Raises ConfigError
         if the folder is damaged or contains no model."""
-        if (folder / manifest.NAME).exists():
+        if is_checkpoint(folder):
             with manifest.damage_as_config_error(folder):
                 if problem := resume.verify(folder, alone=alone):
                     raise CorruptError(problem)
@@ -65,18 +66,16 @@ class WeightSource:
             return cls(
                 folder=folder, spec=hf.spec, sizes=hf.sizes, index=index, read=hf.read, alone=alone, hf_folder=hf
             )
-        message = "contains neither manifest.json of a checkpoint nor config.json of a Hugging Face model"
-        raise ConfigError("", f"{folder} {folder_problem(folder) or message}")
+        raise not_a_model(folder)
 
-    def description(self) -> str:
-        """Return the folder and, of a model in Hugging Face's format, the files that are read and those with weights that are
-        not."""
+    def files(self) -> str:
+        """Return which files of a model in Hugging Face's format are read, and which files with weights are not, or ""."""
         if self.hf_folder is None:
-            return str(self.folder)
+            return ""
         files = sorted({chunk.file for stored in self.index.values() for chunk in stored.chunks})
         read = files[0] if len(files) == 1 else f"{len(files)} files, {files[0]} to {files[-1]}"
         unread = ", ".join(unread_weights(self.folder))
-        return f"{self.folder} ({read}{f'; not {unread}' if unread else ''})"
+        return f"{read}{f'; not {unread}' if unread else ''}"
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
         """Return rows [start, stop) of a parameter. Raises CorruptError."""
@@ -133,14 +132,6 @@ class WeightSource:
         local[max(0, self.index[name].shape[0] - rows.start) :].copy_(mean[tuple(columns)].to(local.dtype))
 
 
-def resolve_checkpoint(folder: Path) -> Path:
-    """Return the newest checkpoint if `folder` is a run folder, otherwise `folder`. Raises ConfigError if it is not a folder."""
-    if problem := folder_error(folder):
-        raise ConfigError("", f"{folder}: {problem}")
-    steps = resume.list_checkpoints(folder / "checkpoints")
-    return steps[0] if steps else folder
-
-
 def names_loaded(config: CheckpointConfig, names: Collection[str]) -> set[str]:
     """Return the names of the parameters that a new run loads instead of initializing randomly. Raises ConfigError."""
     if not config.init_from:
@@ -155,7 +146,6 @@ def init_weights_from(
     model's parameters; others, such as those of adapters, are not loaded. Raises ConfigError if the source is damaged or contains
     a different model."""
     included = names_loaded(config, names)
-    excluded = set(names) - included
     try:
         # Only rank 0 resolves the folder, because the source run may still write newer checkpoints.
         weights = WeightSource.open(run_on_rank_0(lambda: resolve_checkpoint(Path(config.init_from))), spec)
@@ -173,7 +163,5 @@ def init_weights_from(
         weights.load_into(wanted, resize=config.resize_embeddings)
     except ConfigError as error:
         raise ConfigError("checkpoint.init_from", error.message) from None
-    exception = f", except {', '.join(sorted(excluded)[:4])}{' ...' * (len(excluded) > 4)}" if excluded else ""
-    console.info(f"loaded weights from {weights.description()}{exception}")
     dist.barrier()
     return weights

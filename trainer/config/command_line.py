@@ -50,9 +50,11 @@ class Arguments(argparse.ArgumentParser):
         options = {"description": summary, "epilog": rest or None, "allow_abbrev": False, **options}
         super().__init__(formatter_class=_HelpFormatter, **options)
         if settings:
-            text = "--config FILE and --section.key value set any setting that python train.py --help lists"
+            text = (
+                "--config FILE, --from FOLDER and --section.key value set any setting that python train.py --help lists"
+            )
             self.add_argument_group("settings of the trainer", text)
-            for flag, metavar in (("--config", "FILE"), ("--section.key", "value ...")):
+            for flag, metavar in (("--config", "FILE"), ("--from", "FOLDER"), ("--section.key", "value ...")):
                 # Shown in the usage, but not parsed.
                 self._actions.append(argparse.Action([flag], argparse.SUPPRESS, metavar=metavar, help="setting"))
 
@@ -229,11 +231,12 @@ def config_from_command_line(argv: Sequence[str], check_files: Collection[str] =
     if "--help" in argv or "-h" in argv:
         _print_and_exit(help_text())
     try:
-        config = load_config([word for word in argv if word != "--print-config"], check_files)
+        words, prints = [word for word in argv if word != "--print-config"], "--print-config" in argv
+        config = load_config(words, check_files, with_weights=not prints)
     except ConfigError as error:
         die(str(error))
-    if "--print-config" in argv:
-        _print_and_exit(to_toml(config))
+    if prints:
+        _print_and_exit(to_toml(config, show_origins=True))
     return config
 
 

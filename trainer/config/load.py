@@ -13,6 +13,7 @@ import tomli
 
 from trainer.config.fields import Setting, coerce, did_you_mean, parse_text, range_error, settings, type_error
 from trainer.config.packages import is_installed
+from trainer.config.pretrained import SHORT_FLAGS, with_pretrained
 from trainer.config.schema import DOCUMENT_COLUMNS, MESSAGE_COLUMNS, Config, ConfigError, toml_value
 from trainer.system.files import folder_error
 from trainer.system.paths import exists, is_dataset_name
@@ -26,12 +27,13 @@ FILE_SECTIONS = (*DATA_SECTIONS, "checkpoint", "lora", "metrics")
 """Sections with files, or packages, that must exist before a run starts."""
 
 
-def load_config(argv: Sequence[str], check_files: Collection[str] = FILE_SECTIONS) -> Config:
+def load_config(argv: Sequence[str], check_files: Collection[str] = FILE_SECTIONS, with_weights: bool = True) -> Config:
     """Load and check a configuration.
 
     Args:
         argv: `--config FILE` (default: train_configs/debug.toml) and any number of `--section.key value`.
         check_files: Sections whose files and packages must exist.
+        with_weights: Whether a model that is named by its name on the Hub is downloaded completely, not only its small files.
 
     Raises:
         ConfigError: Its message is the complete line for the user.
@@ -40,7 +42,9 @@ def load_config(argv: Sequence[str], check_files: Collection[str] = FILE_SECTION
     file = flags.pop("--config", str(DEFAULT_CONFIG))
     values: dict[str, dict[str, Any]] = {setting.section: {} for setting in settings().values()}
     origins: dict[str, str] = {}
-    from_flags = ((*_find(flag), parse_text, text, f"{flag} {text}") for flag, text in flags.items())
+    from_flags = (
+        (*_find(SHORT_FLAGS.get(flag, flag)), parse_text, text, f"{flag} {text}") for flag, text in flags.items()
+    )
     for setting, entry, parse, raw, origin in itertools.chain(_from_file(file), from_flags):
         try:
             value = parse(raw, setting.type)
@@ -61,6 +65,7 @@ def load_config(argv: Sequence[str], check_files: Collection[str] = FILE_SECTION
     sections = {name: replace(getattr(defaults, name), **members) for name, members in values.items()}
     config = Config(**sections, origins=origins)
     try:
+        config = with_pretrained(config, check_files, with_weights)
         check_combinations(config)
         _check_files(config, check_files)
     except ConfigError as error:
@@ -137,11 +142,12 @@ def parse_argv(argv: Sequence[str]) -> dict[str, str]:
         if not equals:
             value = next(words, None)
             if value is None or value.startswith("--"):
-                if flag != "--config":
+                if flag not in ("--config", *SHORT_FLAGS):
                     _find(flag)  # raises for an unknown flag
                 raise ConfigError("", f"{flag}: expects a value")
-        if flag in flags:
-            raise ConfigError("", f"{flag} {value}: {flag} is given twice")
+        if same := next((f for f in flags if SHORT_FLAGS.get(f, f) == SHORT_FLAGS.get(flag, flag)), ""):
+            twice = f"{flag} is given twice" if same == flag else f"{same} {flags[same]} is given too"
+            raise ConfigError("", f"{flag} {value}: {twice}")
         flags[flag] = value
     return flags
 
@@ -157,7 +163,7 @@ def _find(flag: str) -> tuple[Setting, str]:
         raise ConfigError("", f"{flag} is a table: set one of its entries with {flag}.NAME VALUE")
     if removed := REMOVED.get(flag[2:]):
         raise ConfigError("", f"{flag}: unknown setting; {removed}")
-    candidates = [*(f"--{key}" for key in settings()), "--config", "--print-config", "--help"]
+    candidates = [*(f"--{key}" for key in settings()), *SHORT_FLAGS, "--config", "--print-config", "--help"]
     hint = _elsewhere(flag.rpartition(".")[2].lstrip("-"), "'--{0.key}'") or did_you_mean(flag, candidates)
     raise ConfigError("", f"{flag}: unknown setting{hint}")
 

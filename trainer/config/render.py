@@ -6,16 +6,23 @@ from operator import attrgetter
 import tomli
 
 from trainer.config.fields import Setting, settings, type_name
+from trainer.config.pretrained import is_from_pretrained
 from trainer.config.schema import Config, ConfigError, toml_value
 
 
-def to_toml(config: Config) -> str:
-    """Return the configuration as TOML, including defaults. Loading this text with load_config returns an equal configuration."""
+def to_toml(config: Config, show_origins: bool = False) -> str:
+    """Return the configuration as TOML, including defaults. Loading this text with load_config returns an equal configuration.
+    show_origins: whether comments name the values that come from [model] pretrained."""
     lines = []
     for section, members in groupby(settings().values(), attrgetter("section")):
-        entries = [f"{s.name} = {toml_value(config.value(s.key))}" for s in members]
+        entries = [f"{s.name} = {toml_value(config.value(s.key))}{_comment(config, s, show_origins)}" for s in members]
         lines += [f"[{section}]", *entries, ""]
     return "\n".join(lines)
+
+
+def _comment(config: Config, setting: Setting, show_origins: bool) -> str:
+    from_folder = show_origins and is_from_pretrained(config, setting.key)
+    return f"  # from {config.model.pretrained}" if from_folder else ""
 
 
 def differing_settings(before: str, now: str) -> list[str]:
@@ -52,9 +59,10 @@ def _type(setting: Setting) -> str:
 
 def help_text() -> str:
     lines = [
-        "usage: train.py [--config FILE.toml] [--SECTION.KEY VALUE ...] [--print-config] [--help]",
+        "usage: train.py [--config FILE.toml] [--from FOLDER] [--SECTION.KEY VALUE ...] [--print-config] [--help]",
         "",
         "Settings come from the TOML file (default: train_configs/debug.toml); the command line overrides them.",
+        "--from FOLDER, short for --model.pretrained, gives model, initial weights, tokenizer and chat template.",
         "--print-config prints the resulting configuration and exits.",
     ]
     for section, members in groupby(settings().values(), attrgetter("section")):

@@ -100,9 +100,16 @@ class RunConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
+    pretrained: Annotated[str, PER_NODE] = ""
+    """A model that gives dimensions, initial weights, tokenizer and chat template: a folder in Hugging Face's format, a run
+    folder or a checkpoint, or the name of a model on the Hugging Face Hub, such as Qwen/Qwen3-0.6B. Settings that are given
+    beside it take precedence. `--from X` is short for `--model.pretrained X`, which also precedes the
+    settings of the TOML file."""
+    revision: Annotated[str, Constraint(only_with="[model] pretrained")] = ""
+    """Commit, branch or tag of the model on the Hub. Empty: main. A run records the commit, with which it also resumes."""
     huggingface: Annotated[str, PER_NODE] = ""
-    """Path of a folder in Hugging Face's format, or of its config.json, which gives the family and the dimensions of the model
-    instead of `name` and `size`. Weights are loaded only if [checkpoint] init_from names the folder too."""
+    """Path of a folder in Hugging Face's format, of its config.json, or of a checkpoint, which gives the family and the
+    dimensions of the model instead of `name` and `size`. It loads no weights; `pretrained` does."""
     name: Annotated[str, FIXED, NAMED_MODEL] = "llama3"
     """Name of the model family: a key of MODELS in models/__init__.py."""
     size: Annotated[str, FIXED, NAMED_MODEL] = "debug"

@@ -16,8 +16,8 @@ from models.context import Context
 from models.spec import LayerKind, ParallelPlan
 from trainer.checkpoint.adapter import open_weights
 from trainer.checkpoint.huggingface import window_and_generation
-from trainer.checkpoint.weights import resolve_checkpoint
 from trainer.config import ConfigError
+from trainer.config.model_source import resolve_checkpoint
 from trainer.data.chat.format import ChatFormat, load_chat_format
 from trainer.data.tokenizer.protocol import Tokenizer
 from trainer.inference.load import build_model, load_text

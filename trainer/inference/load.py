@@ -10,9 +10,9 @@ from torch import nn
 from trainer.checkpoint.adapter import AdapterSource, open_weights
 from trainer.checkpoint.huggingface import CHAT_TEMPLATE, ModelMetadata
 from trainer.checkpoint.tokenizer_files import load_checkpoint_tokenizer, load_hf_tokenizer
-from trainer.checkpoint.weights import WeightSource, resolve_checkpoint
+from trainer.checkpoint.weights import WeightSource
 from trainer.config import ConfigError
-from trainer.data.chat.template_files import find_template
+from trainer.config.model_source import resolve_checkpoint, template_file
 from trainer.data.tokenizer.protocol import Tokenizer
 from trainer.parallel.init_weights import allocate
 
@@ -81,4 +81,4 @@ def load_text(weights: WeightSource | AdapterSource) -> tuple[Tokenizer, str, in
         template = str(folder / CHAT_TEMPLATE) if (folder / CHAT_TEMPLATE).exists() else ""
         metadata = ModelMetadata.read(folder)
         return load_checkpoint_tokenizer(folder, metadata), template, metadata.seq_len
-    return load_hf_tokenizer(folder), str(find_template(folder) or ""), weights.hf_folder.seq_len
+    return load_hf_tokenizer(folder), str(template_file(folder) or ""), weights.hf_folder.seq_len

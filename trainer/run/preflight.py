@@ -8,8 +8,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from trainer.checkpoint.resume import list_checkpoints
 from trainer.config import CheckpointConfig, Config, ConfigError
+from trainer.config.model_source import list_checkpoints
 from trainer.parallel.parallelize import shards_parameters
 from trainer.run.resolve import ResolvedRun
 from trainer.runtime import device as devices

@@ -13,6 +13,7 @@ from trainer.checkpoint.adapter import PeftNames, require_peft_support
 from trainer.checkpoint.huggingface import read_architecture
 from trainer.config import Config, ConfigError, ModelConfig, ProfilingConfig
 from trainer.config.fields import Setting, coerce, did_you_mean, parse_text, settings, type_name
+from trainer.config.pretrained import is_from_pretrained
 from trainer.optim import quantization
 from trainer.parallel.mesh import ParallelDims
 from trainer.parallel.pipeline import Stage, check_microbatches, partition_blocks, stages_of_rank
@@ -26,7 +27,7 @@ class ResolvedRun:
 
     family: str
     model_name: str
-    """Family and size, or the path of the model's config.json. It is used in messages."""
+    """Family and size, or the folder or Hub name of the model. It is used in messages."""
     spec: ModelSpec
     sizes: Any
     plan: ParallelPlan
@@ -64,7 +65,9 @@ def resolve(config: Config, world_size: int) -> ResolvedRun:
     compiled = resolve_compilation(config.compile.enabled, config.parallel, on_gpu)
     check_supported(config.parallel, config.activation_checkpoint, training, on_gpu, compiled)
     _check_profiling(config.profiling, training.steps, world_size, on_gpu)
-    name = config.model.huggingface or f"{family}/{config.model.size}"
+    of_folder = is_from_pretrained(config, "model.huggingface")
+    folder = config.model.pretrained if of_folder else config.model.huggingface
+    name = folder or f"{family}/{config.model.size}"
     check_divisibility(dims, plan, sizes, name, config.parallel, training.seq_len)
     samples = training.local_batch_size * dims.batch
     if training.global_batch_size % samples:

@@ -23,8 +23,8 @@ from trainer.checkpoint.huggingface import (
     window_and_generation,
 )
 from trainer.checkpoint.resume import ResumePoint
-from trainer.checkpoint.weights import resolve_checkpoint
 from trainer.config import Config, ConfigError
+from trainer.config.model_source import resolve_checkpoint
 from trainer.config.render import to_toml
 from trainer.data.build import Datasets
 from trainer.run.resolve import ResolvedRun

@@ -139,6 +139,11 @@ def digest(content: bytes) -> str:
     return xxhash.xxh3_128_hexdigest(content)
 
 
+def short_digest(full: str) -> str:
+    """Return the beginning of a digest, for a message."""
+    return full[:16]
+
+
 def digest_of(path: Path) -> str:
     hasher = xxhash.xxh3_128()
     with path.open("rb") as file:

@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -66,14 +67,19 @@ def folder_problem(folder: Path) -> str:
         return problem
     if is_downloading(folder):
         return "contains a download that is not complete; download the model again"
-    for pattern, what in _KINDS:
-        if any(re.fullmatch(pattern, name) for name in names):
-            return what
+    if what := _kind(names):
+        return what
     if "snapshots" in names or "snapshots" in folder.name:
         inner = "snapshots/*" if "snapshots" in names else "*"
         if found := sorted(folder.glob(f"{inner}/config.json")):
             return f"is a folder of Hugging Face's cache; use its snapshot {found[-1].parent}"
     return ""
+
+
+def _kind(names: Iterable[str]) -> str:
+    """Return what a folder with these files contains if it is no model in Hugging Face's format, or ""."""
+    names = list(names)
+    return next((what for pattern, what in _KINDS if any(re.fullmatch(pattern, name) for name in names)), "")
 
 
 def _incomplete(folder: Path, names: list[str]) -> str:
@@ -134,15 +140,29 @@ def weights_problem(folder: Path) -> str:
         counts = sorted({int(SHARD.fullmatch(name)[1]) for name in shards})  # type: ignore[index]
         present = f"{len(shards)} of {' or '.join(map(str, counts))} files with weights, but no {index_file}"
         return f"contains {present}; download the model again, with this file"
+    if what := _other_weights(names):
+        return what
+    unfinished = "; its download is not complete" if is_downloading(folder) else ""
+    return f"contains no weights: it has neither {single} nor {index_file}{unfinished}"
+
+
+def _other_weights(names: Collection[str]) -> str:
+    """Return which weights there are, if a folder with these files has none as safetensors, or ""."""
     if found := [name for name in sorted(names) if re.fullmatch(_PICKLES, name)]:
         return f"contains weights only as pickles, which can run code when they are loaded ({_some(found)}); {_SAFE}"
     if found := [name for name in sorted(names) if re.fullmatch(_OTHER_WEIGHTS, name)]:
         return f"contains weights only in the format of another library ({_some(found)}); {_SAFE}"
-    for pattern, what in _KINDS:
-        if any(re.fullmatch(pattern, name) for name in names):
-            return what
-    unfinished = "; its download is not complete" if is_downloading(folder) else ""
-    return f"contains no weights: it has neither {single} nor {index_file}{unfinished}"
+    return _kind(names)
+
+
+def published_problem(names: Collection[str], with_weights: bool) -> str:
+    """Return why a published model with these files cannot be used, without its name, or "". with_weights: whether its weights
+    are needed."""
+    if "config.json" not in names:
+        return _kind(names) or "has no config.json, so that it is no model in Hugging Face's format"
+    if not with_weights or any(name == "model.safetensors" or SHARD.fullmatch(name) for name in names):
+        return ""
+    return _other_weights(names) or "contains no weights"
 
 
 def _index_problem(index: Path, names: set[str], shards: list[str]) -> str:

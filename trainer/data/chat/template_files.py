@@ -8,6 +8,7 @@ from typing import Any
 
 from trainer.config import ConfigError
 from trainer.config.fields import did_you_mean
+from trainer.config.model_source import TEMPLATE_FILES, template_file
 from trainer.data.tokenizer.special_tokens import SPECIAL_LOOKING
 from trainer.system.files import TooLarge, read_json_object, read_limited
 from trainer.system.model_folder import folder_problem, pointer_problem
@@ -19,7 +20,6 @@ BUILT_IN = {name: _FOLDER / f"{name}.jinja" for name in ("llama2", "llama3", "ch
 _VARIABLES = ("bos_token", "eos_token")
 _TAG = r"\[/?[A-Z]+\]"
 """Pattern of tags that are plain text, such as [INST]."""
-_FILES = ("chat_template.jinja", "tokenizer_config.json", "chat_template.json")
 _MAX_BYTES = 1_000_000
 
 
@@ -27,13 +27,13 @@ def read_template(choice: str) -> tuple[str, dict[str, str] | None]:
     """Return the Jinja text of a template, and its variables (name -> text), or None if no tokenizer_config.json defines them.
 
     choice: a name of BUILT_IN; a .jinja file; a tokenizer_config.json or chat_template.json; or a folder, of which the first file
-    of _FILES with a template is read. Raises ConfigError if the template cannot be read.
+    of TEMPLATE_FILES with a template is read. Raises ConfigError if the template cannot be read.
     """
     if choice in BUILT_IN:
         return _read(BUILT_IN[choice]), None
     path = Path(choice)
     if path.is_dir():
-        file = find_template(path) or path / "tokenizer_config.json"  # the message names the file without a template
+        file = template_file(path) or path / "tokenizer_config.json"  # the message names the file without a template
         if not file.is_file():
             names = "neither chat_template.jinja nor tokenizer_config.json"
             raise ConfigError(SETTING, f"{path} {folder_problem(path) or f'holds {names}'}")
@@ -46,14 +46,8 @@ def read_template(choice: str) -> tuple[str, dict[str, str] | None]:
         return _read(path), _names(_json(config)) if config.is_file() else None
     content, config = _json(path), path.with_name("tokenizer_config.json")
     # chat_template.json is the file of models of several modalities. Their tokenizer defines the variables.
-    tokens = _json(config) if path.name == _FILES[-1] and config.is_file() else content
+    tokens = _json(config) if path.name == TEMPLATE_FILES[-1] and config.is_file() else content
     return _template(content, path), _names(tokens)
-
-
-def find_template(folder: Path) -> Path | None:
-    """Return the file of a folder that defines its chat template, or None. Raises ConfigError if a file cannot be read."""
-    files = (folder / name for name in _FILES if (folder / name).is_file())
-    return next((file for file in files if file.suffix != ".json" or _json(file).get("chat_template")), None)
 
 
 def fitting_template(template: str, special_tokens: Collection[str], names: Mapping[str, str]) -> str:

@@ -1,0 +1,102 @@
+"""What a folder with a model provides: its checkpoint, its tokenizer as settings, its chat template."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from trainer.config.schema import ConfigError
+from trainer.system.checkpoint_folder import MODEL_FILE, is_checkpoint, latest_per_step
+from trainer.system.files import folder_error, read_json_object
+from trainer.system.model_folder import folder_problem
+from trainer.system.paths import unreadable
+
+TOKENIZER_FILES = {"tokenizer.json": "huggingface", "tokenizer.model": "sentencepiece", "tekken.json": "tekken"}
+"""Tokenizer file of a folder in Hugging Face's format, in order of precedence -> [tokenizer] backend."""
+TEMPLATE_FILES = ("chat_template.jinja", "tokenizer_config.json", "chat_template.json")
+"""Files that may define a chat template, in order of precedence."""
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """Return one checkpoint per step, newest first. Raises ConfigError if the folder cannot be read. An unreadable
+    folder is not treated as empty, because it may contain checkpoints."""
+    try:
+        return latest_per_step(folder)
+    except OSError as error:
+        raise ConfigError("", f"{folder} cannot be read ({error.strerror})") from None
+
+
+def resolve_checkpoint(folder: Path) -> Path:
+    """Return the newest checkpoint if `folder` is a run folder, otherwise `folder`. Raises ConfigError if it is not a folder."""
+    if problem := folder_error(folder):
+        raise ConfigError("", f"{folder}: {problem}")
+    steps = list_checkpoints(folder / "checkpoints")
+    return steps[0] if steps else folder
+
+
+def is_model(folder: Path) -> bool:
+    """Return whether a folder is a checkpoint, or a model in Hugging Face's format, as far as its names show it."""
+    return is_checkpoint(folder) or (folder / "config.json").exists()
+
+
+def not_a_model(folder: Path) -> ConfigError:
+    """Return the error about a folder that contains no model."""
+    message = "contains neither manifest.json of a checkpoint nor config.json of a Hugging Face model"
+    return ConfigError("", f"{folder} {folder_problem(folder) or message}")
+
+
+def saved_tokenizer(checkpoint: Path, model: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of [tokenizer] that load the tokenizer of a run's checkpoint. model: content of its model.json. Raises
+    KeyError, IndexError, TypeError or ValueError if the content is invalid."""
+    file, backend = model["tokenizer_files"][0], model["tokenizer"]
+    if Path(file).name != file:
+        raise ValueError
+    return {
+        # The default tokenizer is a rank file too, and the shipped file may change.
+        "backend": "tiktoken" if backend == "default" else backend,
+        "path": str(checkpoint / file),
+        "pattern": model.get("pattern", "llama3" if backend == "tiktoken" else ""),  # older checkpoints have none
+        "reuse_reserved_tokens": dict(model["reuse_reserved_tokens"]),
+        "extra_special_tokens": tuple(model["extra_special_tokens"]),
+    }
+
+
+def published_tokenizer(folder: Path) -> dict[str, Any]:
+    """Return the settings of [tokenizer] that load the tokenizer files of Hugging Face's format, or {} if there are none."""
+    found = ((file, backend) for file, backend in TOKENIZER_FILES.items() if (folder / file).exists())
+    return next(({"backend": backend, "path": str(folder / file)} for file, backend in found), {})
+
+
+def tokenizer_settings(folder: Path) -> dict[str, Any]:
+    """Return the settings of [tokenizer] that load the tokenizer of a folder, or {} if it has none. Raises ConfigError."""
+    if is_checkpoint(folder) and (model := read_model_file(folder)).get("tokenizer"):
+        try:
+            return saved_tokenizer(folder, model)
+        except (KeyError, IndexError, TypeError, ValueError):
+            raise ConfigError("", f"{folder}: {MODEL_FILE} does not describe a model") from None
+    return published_tokenizer(folder)
+
+
+def read_model_file(checkpoint: Path) -> dict[str, Any]:
+    """Return the unchecked content of a checkpoint's model.json. Raises ConfigError if it is not a JSON object."""
+    file = checkpoint / MODEL_FILE
+    try:
+        return read_json_object(file)
+    except OSError as error:
+        raise ConfigError("", unreadable(error, str(file))) from None
+    except ValueError:
+        raise ConfigError("", f"{checkpoint}: {MODEL_FILE} does not describe a model") from None
+
+
+def template_file(folder: Path) -> Path | None:
+    """Return the file of a folder that defines its chat template, or None. A file that cannot be read counts: what reads the
+    template reports the reason."""
+    return next((folder / name for name in TEMPLATE_FILES if _defines_template(folder / name)), None)
+
+
+def _defines_template(file: Path) -> bool:
+    if not file.is_file() or file.suffix != ".json":
+        return file.is_file()
+    try:
+        return bool(read_json_object(file).get("chat_template"))
+    except (OSError, ValueError):
+        return True

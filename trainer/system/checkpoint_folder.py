@@ -1,0 +1,45 @@
+"""Names of the folders and files of checkpoints, by which they are recognized."""
+
+import os
+import re
+from pathlib import Path
+
+MANIFEST = "manifest.json"
+"""Name of the file that every checkpoint has. It is written last."""
+MODEL_FILE = "model.json"
+"""Name of the file in a checkpoint that describes the model and lists the tokenizer files."""
+
+_NAME = re.compile(r"step-(\d{8,15})(\.old)?")
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Return whether a folder is a checkpoint of this trainer, as far as its names show it."""
+    return (folder / MANIFEST).exists()
+
+
+def parse_step(name: str) -> int | None:
+    """Return the step in the folder name of a checkpoint, or None if the name is not that of a checkpoint."""
+    match = _NAME.fullmatch(name)
+    return match and int(match[1])
+
+
+def step_of(checkpoint: Path) -> int:
+    step = parse_step(checkpoint.name)
+    assert step is not None, checkpoint
+    return step
+
+
+def committed(folder: Path) -> list[Path]:
+    """Return the folders of committed checkpoints without verifying them, newest step first. A replaced checkpoint
+    (.old) follows the new checkpoint of the same step. Raises OSError if the folder exists but cannot be read."""
+    try:
+        names = os.listdir(folder)
+    except FileNotFoundError:
+        return []
+    paths = [folder / name for name in names if parse_step(name) is not None and (folder / name).is_dir()]
+    return sorted(paths, key=lambda path: (-step_of(path), path.name))
+
+
+def latest_per_step(folder: Path) -> list[Path]:
+    """Return the folder of one committed checkpoint per step, newest step first."""
+    return list({step_of(path): path for path in reversed(committed(folder))}.values())[::-1]
