@@ -30,6 +30,7 @@ DATA_LAYERS: tuple[set[str], ...] = (
     {"trainer.data.prepare"},
     {"trainer.data.datasets"},
     {"trainer.data.build"},
+    {"trainer.data.view"},
 )
 LIBRARIES = {  # beside the standard library; a folder that is not listed may import any dependency
     "models": {"torch"},
@@ -42,6 +43,7 @@ LIBRARIES = {  # beside the standard library; a folder that is not listed may im
 MAY_IMPORT_INSIDE = {
     "train": "a wrong setting is reported without importing torch",
     "trainer.launch": "a wrong setting is reported without importing torch",
+    "scripts.prepare_data": "worker processes, which import the script, do not import torch",
     "trainer.run.sinks.tensorboard": "only the rank that writes imports it",
     "trainer.run.sinks.services": "optional packages, which only the rank that writes imports",
 }

@@ -72,8 +72,8 @@ def prepare(
                 )
                 console.warning(message)
     counts = _counts(read_description(folder))
-    check_number(data, counts, _bad_documents(folder))
-    check_share(data, counts, _bad_documents(folder))
+    check_number(data, counts, bad_documents(folder))
+    check_share(data, counts, bad_documents(folder))
     return folder
 
 
@@ -100,7 +100,7 @@ def _key(source: Source, data: DataConfig, tokenizer: Tokenizer, stores: Path) -
     return fingerprint.fingerprint(source, [VERSION, *shape, chat, tokenizer.fingerprint, tokenize.CHUNK_BYTES], stores)
 
 
-def _bad_documents(folder: Path) -> Iterator[BadDocument]:
+def bad_documents(folder: Path) -> Iterator[BadDocument]:
     """Yield the bad documents of a store or, if it is a concatenation of stores, of all its members."""
     return read_bad_documents(store / "bad_documents.jsonl" for store in member_folders(folder) or [folder])
 
@@ -204,7 +204,7 @@ def unused_fields(folder: Path, data: DataConfig) -> list[str]:
 def _log_store(folder: Path, data: DataConfig) -> None:
     description = read_description(folder)
     if count := description["bad_documents"]:
-        first = next(_bad_documents(folder))
+        first = next(bad_documents(folder))
         console.warning(f"skipped {count} bad documents, listed in {folder}/bad_documents.jsonl; the first: {first}")
     for line in unused_fields(folder, data):
         console.info(line)
