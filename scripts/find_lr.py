@@ -48,6 +48,8 @@ RESULT, PICTURE = "find_lr.json", "find_lr.png"
 LEAST_STEPS = 8
 """Number of finite losses that a suggestion needs."""
 _POLL_S = 0.5
+_NOT_COMPARED = ("parallel.", "activation_checkpoint.", "compile.", "distributed.", "metrics.", "resilience.")
+"""Sections that may change when a range test continues, because they do not change its losses."""
 _LIMITS = (
     "The test trains each rate for one step, on other samples than the rate before it. It holds for this model, these initial "
     "weights, this data, optimizer and batch size. The best rate of a long run is often lower than that of a short test: "
@@ -273,7 +275,8 @@ def main() -> None:
         die(f"{folder} {problem}")
     if (folder / "config.toml").exists() and read_curve(folder)[0].losses:
         before = (folder / "config.toml").read_text()
-        if differences := differing_settings(before, to_toml(test)):
+        differences = [d for d in differing_settings(before, to_toml(test)) if not d.startswith(_NOT_COMPARED)]
+        if differences:
             advice = f"remove {folder}, or set another --run.name"
             die(f"{folder} has a range test with other settings ({', '.join(differences[:3])}); {advice}")
     if (folder / RESULT).exists():
