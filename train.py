@@ -13,11 +13,13 @@ import os
 import signal
 import sys
 from functools import partial
+from typing import NoReturn
 
 from trainer.config import Config, ConfigError
 from trainer.config.command_line import (
     check_environment,
     config_from_command_line,
+    die,
     one_line_errors,
     refuse_separate_tasks,
 )
@@ -82,6 +84,15 @@ def end_after_failure(number: signal.Signals) -> None:
     os._exit(128 + number)
 
 
+def run_dry() -> NoReturn:
+    """Become the launcher, which prints what a run of one rank would do."""
+    if "WORLD_SIZE" in os.environ:
+        die("--dry-run: needs no ranks; start run_llama_train.sh, which knows their number from NGPU and NNODES")
+    os.environ |= {"NGPU": "1", "NNODES": "1", "NODE_RANK": "0"}
+    launcher = os.path.join(os.path.dirname(os.path.abspath(__file__)), "trainer", "launch.py")
+    os.execv(sys.executable, [sys.executable, launcher, *sys.argv[1:]])
+
+
 def main(listener: SignalListener) -> None:
     # The reaction changes: end (during imports); end with the children (from here on); save and stop (from the first step on);
     # end silently (after a failure).
@@ -91,6 +102,8 @@ def main(listener: SignalListener) -> None:
     else:
         faulthandler.enable(all_threads=False)  # prints the stack at a fatal signal, which a launcher would report
     check_environment()
+    if "--dry-run" in sys.argv:
+        run_dry()
     config = config_from_command_line(sys.argv[1:])
     refuse_separate_tasks()
     try:

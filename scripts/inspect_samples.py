@@ -1,9 +1,11 @@
 """Print the samples that a step of a run consumed.
 
     python scripts/inspect_samples.py outputs/debug 100
+    python scripts/inspect_samples.py outputs/debug 100 --show
 
-Each line describes one sample: position in the global order, dataset, index in the dataset, beginning of the text. The script
-reads the order from config.toml, and the samples of each step from metrics.jsonl.
+Each line describes one sample: position in the global order, dataset, index in the dataset, beginning of the text. With --show,
+the complete sample follows, as prepare_data.py --show prints it. The script reads the order from config.toml, and the samples of
+each step from metrics.jsonl.
 """
 
 import sys
@@ -25,6 +27,9 @@ from trainer.data.build import open_datasets
 from trainer.data.datasets import dataset_configs, prepare_datasets
 from trainer.data.sampling.loader import SampleOrder
 from trainer.data.tokenizer.backends import load_tokenizer
+from trainer.data.view.samples import view_samples
+from trainer.data.view.text import sample_lines
+from trainer.system import console
 from trainer.system.files import read_json_lines
 
 _TEXT_LENGTH = 60
@@ -49,7 +54,7 @@ def samples_of_step(run: Path, step: int) -> tuple[np.ndarray, tuple[tuple[int, 
     raise ConfigError("", f"{run}: metrics.jsonl has no record of step {step}; the last record is of step {last_step}")
 
 
-def print_samples(run: Path, step: int) -> None:
+def print_samples(run: Path, step: int, complete: bool) -> None:
     config = load_config(["--config", str(run / "config.toml")])
     seq_len, data = config.training.seq_len, config.data
     consumed, skipped_samples = samples_of_step(run, step)
@@ -58,21 +63,25 @@ def print_samples(run: Path, step: int) -> None:
     stores = prepare_datasets(data, {}, config.tokenizer, tokenizer, seq_len, pairs, evaluates)
     datasets = open_datasets(data, {}, stores, seq_len, evaluates)
     order = SampleOrder(datasets.sizes, datasets.phases, config.run.seed, data.shuffle, skipped_samples)
-    starts, names = np.cumsum([0, *datasets.sizes]), list(dataset_configs(data))
-    for position, index in zip(order.global_index(consumed).tolist(), order(consumed).tolist(), strict=True):
-        dataset = int(np.searchsorted(starts, index, side="right")) - 1
-        text = tokenizer.decode(datasets.training[np.array([index])].tokens[0].tolist())
-        print(f"{position:>10}  {names[dataset]}  {index - int(starts[dataset])}  {text[:_TEXT_LENGTH]!r}")
+    positions, index = order.global_index(consumed).tolist(), order(consumed).tolist()
+    names, pairs = list(dataset_configs(data)), config.preference.enabled
+    views = view_samples(datasets.training, index, datasets.sizes, names, tokenizer, pairs)
+    for i, position, sample in zip(index, positions, views, strict=True):
+        text = tokenizer.decode(datasets.training[np.array([i])].tokens[0].tolist())
+        print(f"{position:>10}  {sample.dataset}  {sample.index}  {text[:_TEXT_LENGTH]!r}")
+        if complete:
+            print("", *sample_lines(sample, console.shows_colour()), "", sep="\n")
 
 
 def main() -> None:
     parser = Arguments(__doc__)
     parser.add_argument("run", type=Path, help="run folder")
     parser.add_argument("step", type=positive_int, help="number of a completed step")
+    parser.add_argument("--show", action="store_true", help="print complete samples, with their targets")
     args = parser.parse_args()
     if not (args.run / "metrics.jsonl").is_file():
         die(f"{args.run}: is not a run folder, because it has no metrics.jsonl")
-    print_samples(args.run, args.step)
+    print_samples(args.run, args.step, args.show)
 
 
 if __name__ == "__main__":

@@ -34,11 +34,10 @@ from trainer.config.command_line import (
     positive_int,
     run_to_end,
 )
-from trainer.planning.estimate import MAX_RANKS, Hardware, estimate
+from trainer.planning.estimate import MAX_RANKS, Hardware, estimate, this_machine
 from trainer.planning.report import as_json, as_text, canvas, draw, headline, ranking
 from trainer.planning.search import search
 from trainer.runtime.accelerators import ACCELERATORS, SHORT_NAMES, AcceleratorSpec
-from trainer.system.process import cores, meminfo
 from trainer.system.units import GIB
 
 RATES = {
@@ -49,22 +48,6 @@ RATES = {
     "host-memory-bandwidth": ("host_memory_bandwidth", "bandwidth of host memory per device"),
 }
 """Name of a flag (without "--" and "-gbs") -> (field of AcceleratorSpec, help text of the flag)."""
-
-
-def this_machine() -> AcceleratorSpec:
-    """Return this machine's memory sizes and rates. The rates are typical values, which flags can replace."""
-    memory_gib = meminfo("MemTotal") / GIB
-    return AcceleratorSpec(
-        flops={"bf16": 1e11 * cores(), "fp32": 5e10 * cores()},
-        memory_gib=memory_gib,
-        host_memory_gib=memory_gib,
-        host_memory_bandwidth=1e10 * cores(),
-        pcie_bandwidth=1e10 * cores(),
-        memory_bandwidth=1e10 * cores(),
-        intra_node_bandwidth=2e9,
-        inter_node_bandwidth=1e9,
-        gpus_per_node=10**6,
-    )
 
 
 def accelerator_of(args: argparse.Namespace) -> AcceleratorSpec:

@@ -1,12 +1,14 @@
-"""Prepare the token stores of a configuration and print a summary of each. Training prepares missing stores automatically.
+"""Prepare the token stores of a configuration, and print a table of them. Training prepares missing stores automatically.
 
     python scripts/prepare_data.py --config my.toml [--section.key value ...]
+    python scripts/prepare_data.py --config my.toml --show 3 --html data.html   # also show the first samples of a run
     python scripts/prepare_data.py --config my.toml --shard 3/16 --data.store_folder stores/    # on one of 16 nodes
 
 To read the stores of several shards together, set data.dataset = "prepared", and set data.path to the folder that contains them.
 """
 
 import argparse
+import json
 import re
 import sys
 import time
@@ -19,16 +21,31 @@ from trainer.system.process import exit_on_interrupt
 if __name__ == "__main__":
     exit_on_interrupt()
 
-from trainer.config import DataConfig
-from trainer.config.command_line import Arguments, config_from_command_line, die, one_line_errors, run_to_end
+import numpy as np
+
+from trainer.config import Config, DataConfig
+from trainer.config.command_line import (
+    Arguments,
+    config_from_command_line,
+    die,
+    file_to_write,
+    number,
+    one_line_errors,
+    run_to_end,
+)
 from trainer.config.load import DATA_SECTIONS
 from trainer.config.pretrained import provenance
-from trainer.data.datasets import all_dataset_configs, blame_setting, pack_splits
+from trainer.data.datasets import all_dataset_configs, blame_setting, dataset_configs, pack_splits
 from trainer.data.prepare.prepare import prepare, unused_fields
 from trainer.data.store.held_out import open_splits
 from trainer.data.store.store import SPLITS, check_content, open_store, read_description
 from trainer.data.tokenizer.backends import load_tokenizer
+from trainer.data.tokenizer.protocol import Tokenizer
 from trainer.system import console
+from trainer.system.files import atomic_write
+
+_SHOWN = 3
+"""Number of samples of a page if --show does not say it."""
 
 
 def shard(text: str) -> tuple[int, int]:
@@ -39,19 +56,46 @@ def shard(text: str) -> tuple[int, int]:
     return int(match[1]) - 1, int(match[2])
 
 
-def summary(folder: Path, data: DataConfig, seconds: float | None) -> str:
-    """Return a description of a store. seconds: duration of its preparation, or None if the store already existed."""
-    description = read_description(folder)
-    train, held_out = description["splits"]["train"], description["splits"]["held_out"]
-    tokens = train["tokens"] + held_out["tokens"]
-    lines = [
-        f"{folder}: {'already prepared' if seconds is None else f'{tokens / seconds:,.0f} tokens per second'}",
-        f"  training   {train['documents']:>15,} documents {train['tokens']:>19,} tokens",
-        f"  held out   {held_out['documents']:>15,} documents {held_out['tokens']:>19,} tokens",
-        f"  skipped    {description['bad_documents']:>15,} documents",
-        *(f"  {line}" for line in unused_fields(folder, data)),
-    ]
-    return "\n".join(lines)
+def print_store(folder: Path, data: DataConfig, seconds: float | None) -> None:
+    """Print where a store is, and which fields of its documents were not used. seconds: duration of its preparation, or None if
+    the store already existed."""
+    tokens = sum(counts["tokens"] for counts in read_description(folder)["splits"].values())
+    print(f"{folder}: {'already prepared' if seconds is None else f'{tokens / seconds:,.0f} tokens per second'}")
+    for line in unused_fields(folder, data):
+        print(f"  {line}")
+
+
+def report(config: Config, stores: dict[str, Path], tokenizer: Tokenizer, args: argparse.Namespace) -> None:
+    """Print the table of the datasets and the samples that --show asks for, and write the page of --html."""
+    from trainer.data.build import open_datasets
+    from trainer.data.sampling.loader import SampleOrder
+    from trainer.data.view import figures, page, text
+    from trainer.data.view.samples import view_samples
+
+    data, sets, training, is_sharded = config.data, config.evaluation.datasets, config.training, args.shard != (0, 1)
+    evaluates = not is_sharded and config.evaluation.interval_steps > 0
+    datasets = None
+    if not is_sharded:
+        folders = json.dumps({name: str(folder) for name, folder in stores.items()})
+        datasets = open_datasets(data, sets, folders, training.seq_len, evaluates)
+    rows = figures.as_table(
+        figures.split_figures(data, sets, stores, training, datasets.phases if datasets else (), evaluates), data
+    )
+    notes = list(figures.refusals(data, sets, stores))
+    print("", *text.table_lines(rows), *notes, sep="\n")
+    if datasets is None or not (args.show or args.html):
+        return
+    order = SampleOrder(datasets.sizes, datasets.phases, config.run.seed, data.shuffle)
+    index = order(np.arange(min(args.show or _SHOWN, len(datasets.training)))).tolist()
+    names, pairs = list(dataset_configs(data)), config.preference.enabled
+    samples = list(view_samples(datasets.training, index, datasets.sizes, names, tokenizer, pairs))
+    if args.show:
+        print("", f"the first samples of a run: {text.legend(console.shows_colour())}", sep="\n")
+        for sample in samples:
+            print("", *text.sample_lines(sample, console.shows_colour()), sep="\n")
+    if args.html:
+        atomic_write(args.html, page.page(f"Data of {config.run.name}", rows, notes, samples))
+        print("", f"wrote {args.html}", sep="\n")
 
 
 def main() -> None:
@@ -59,9 +103,15 @@ def main() -> None:
     shard_help = "prepare every N-th file, beginning with file I, so that N nodes share the work"
     parser.add_argument("--shard", type=shard, default="1/1", metavar="I/N", help=shard_help)
     parser.add_argument("--verify", action="store_true", help="read every file and compare its content with its hash")
+    show_help = "print the first N samples that a run trains on, with their target tokens and special tokens"
+    parser.add_argument("--show", type=number(int, 1, 1000), metavar="N", help=show_help)
+    html_help = f"write the table and the first samples (--show, or {_SHOWN}) to an HTML page"
+    parser.add_argument("--html", type=file_to_write, metavar="FILE", help=html_help)
     args, settings = parser.parse_known_args()
     config = config_from_command_line(settings, DATA_SECTIONS)  # the initial model may not exist yet
     is_sharded = args.shard != (0, 1)
+    if is_sharded and (args.show or args.html):
+        die("--shard: a part of the files has no samples to show; remove --show and --html")
     with one_line_errors(config):
         if line := provenance(config):
             console.info(line)
@@ -71,7 +121,8 @@ def main() -> None:
         datasets = list(all_dataset_configs(config.data, config.evaluation.datasets))
         if is_sharded and any(dataset.dataset == "prepared" for _, _, dataset in datasets):
             die("--shard: a prepared dataset cannot be sharded")
-        for _, setting, dataset in datasets:
+        stores = {}
+        for name, setting, dataset in datasets:
             existing = set(Path(dataset.store_folder).glob("*"))
             start = time.perf_counter()
             with blame_setting(setting):
@@ -79,7 +130,7 @@ def main() -> None:
                 seconds = time.perf_counter() - start
                 for split in SPLITS:
                     open_store(folder, split)
-                print(summary(folder, dataset, None if folder in existing else seconds))
+                print_store(folder, dataset, None if folder in existing else seconds)
                 if args.verify:
                     check_content(folder)
                     print("  intact: every file has the content that was written")
@@ -88,6 +139,8 @@ def main() -> None:
                     pack_splits(dataset, folder, config.training.seq_len, config.preference.enabled, evaluates)
                     if note := open_splits(folder, dataset, evaluates).note:
                         print(f"  {note}")
+            stores[name] = folder
+        report(config, stores, tokenizer, args)
 
 
 if __name__ == "__main__":

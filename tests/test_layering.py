@@ -19,7 +19,7 @@ LAYERS: tuple[set[str], ...] = (
     {"trainer.run", "trainer.evaluate", "trainer.inference"},
     {"trainer.engine"},
     {"trainer.trainer", "trainer.planning", "trainer.initial_model"},
-    {"trainer.build"},
+    {"trainer.build", "trainer.dry_run"},
     {"trainer.testing"},
     {"train", "trainer.launch", "scripts"},
 )
@@ -30,6 +30,7 @@ DATA_LAYERS: tuple[set[str], ...] = (
     {"trainer.data.prepare"},
     {"trainer.data.datasets"},
     {"trainer.data.build"},
+    {"trainer.data.view", "trainer.data.trial"},
 )
 LIBRARIES = {  # beside the standard library; a folder that is not listed may import any dependency
     "models": {"torch"},
@@ -42,12 +43,13 @@ LIBRARIES = {  # beside the standard library; a folder that is not listed may im
 MAY_IMPORT_INSIDE = {
     "train": "a wrong setting is reported without importing torch",
     "trainer.launch": "a wrong setting is reported without importing torch",
+    "scripts.prepare_data": "worker processes, which import the script, do not import torch",
     "trainer.run.sinks.tensorboard": "only the rank that writes imports it",
     "trainer.run.sinks.services": "optional packages, which only the rank that writes imports",
 }
 MAY_NAME_CUDA = {"trainer.runtime.device", "trainer.runtime.host_memory"}
 MAY_IMPORT_CONFIG = {"trainer.config", "trainer.run", "trainer.engine", "trainer.trainer", "trainer.initial_model"} | {
-    "trainer.build", "trainer.planning", "trainer.testing", "train", "scripts",
+    "trainer.build", "trainer.dry_run", "trainer.planning", "trainer.testing", "train", "scripts",
 }  # fmt: skip
 
 EFFECT = re.compile(

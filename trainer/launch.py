@@ -1,7 +1,7 @@
 """Launcher of a node's ranks. It checks the configuration and runs torchrun. Its exit code comes from the first rank to fail.
 
 run_llama_train.sh calls this file and documents the variables NGPU, NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT. All
-arguments are forwarded to train.py.
+arguments are forwarded to train.py. With --dry-run, no rank starts: the launcher prints what the run would do.
 """
 
 import os
@@ -18,7 +18,7 @@ from trainer.system.signals import (
     end_before_training,
     end_before_training_line,
 )
-from trainer.system.streams import flush_standard_streams, open_standard_streams, print_error
+from trainer.system.streams import flush_standard_streams, open_standard_streams, print_error, require_stdout
 
 if __name__ == "__main__":  # before the other imports, during which signals arrive too
     open_standard_streams()
@@ -46,6 +46,7 @@ from trainer.config.command_line import (
     run_to_end,
 )
 from trainer.config.hub import COMMIT
+from trainer.system.children import end_children
 from trainer.system.process import cores
 
 
@@ -167,6 +168,26 @@ def main(listener: SignalListener) -> NoReturn:
     os._exit(code)  # the interpreter's clean-up would fail if the console cannot be written
 
 
+def run_dry(listener: SignalListener) -> NoReturn:
+    """Print what the run would do, in this process alone, and exit."""
+    require_stdout()
+    config = config_from_command_line([word for word in sys.argv[1:] if word != "--dry-run"])
+    os.environ.setdefault("MASTER_ADDR", "localhost")  # a dry run waits for no other node
+    options = TorchrunOptions.from_environment()
+    refuse_separate_tasks(options.max_nodes)
+    from trainer.dry_run import dry_run
+    from trainer.run.resolve import resolve
+    from trainer.runtime import device
+
+    listener.react = partial(end_before_training, clean_up=end_children)
+    with one_line_errors(config):
+        resolved = resolve(config, options.ranks * options.max_nodes)
+        device.require_enough_gpus(config.run.device, options.ranks)
+        code = dry_run(config, resolved, options.ranks)
+    flush_standard_streams()
+    os._exit(code)
+
+
 class SignalForwarder:
     """Reaction to stop signals that forwards them to the ranks, which then save and exit. If there are no ranks, it ends the
     launcher. A repeated SIGTERM or SIGINT kills ranks that do not react to it.
@@ -254,4 +275,4 @@ def children() -> list[int]:
 
 
 if __name__ == "__main__":
-    run_to_end(partial(main, listener))
+    run_to_end(partial(run_dry if "--dry-run" in sys.argv else main, listener))

@@ -28,7 +28,7 @@ overrides a single value.
 - `used with`: the setting is ignored unless the condition holds, so that one flag switches a feature off.
 - `fixed on resume`: a run that resumes from a checkpoint must have the same value. Otherwise an error names both values.
 - `--print-config` checks single values, combinations and files. Rules that involve the model or the device mesh are checked
-  when a run starts.
+  when a run starts, and by [`--dry-run`](running.md#dry-run).
 - Lists are written `0.9,0.95`, booleans `true` and `false`; `none` is a value only of settings whose type lists it. A flag may
   be given only once.
 - `--model.overrides.n_layers 4` changes the size of a model without changing code. Any field of the sizes of the model's

@@ -126,10 +126,16 @@ COMMAND_LINES = {
     ),
     "--data.held_out_fraction 0.9": "--data.held_out_fraction 0.9: must be at most 0.5",
     "--lr_schedule.name cosin": (
-        "--lr_schedule.name cosin: expected one of cosine, linear, warmup_stable_decay; did you mean 'cosine'?"
+        "--lr_schedule.name cosin: expected one of cosine, linear, warmup_stable_decay, range_test; did you mean 'cosine'?"
     ),
     "--lr_schedule.decay_steps 5": (
         "--lr_schedule.decay_steps 5: has an effect only with [lr_schedule] name = warmup_stable_decay"
+    ),
+    "--lr_schedule.name range_test --lr_schedule.min_lr_ratio 0": (
+        "--lr_schedule.min_lr_ratio 0: must be above 0 with name = range_test"
+    ),
+    "--lr_schedule.name range_test --lr_schedule.warmup_steps 3": (
+        "--lr_schedule.warmup_steps 3: must be 0 with name = range_test"
     ),
     "--lr_schedule.name warmup_stable_decay": (
         "[lr_schedule] decay_steps = 0 (default): must be at least 1 with name = warmup_stable_decay"

@@ -37,3 +37,8 @@ def test_warmup_stable_decay_stays_at_the_peak_until_the_decay():
 def test_a_run_shorter_than_its_warm_up_consists_of_warm_up():
     assert learning_rates(3, warmup_steps=10) == pytest.approx([0.1, 0.2, 0.3])
     assert learning_rates(1, warmup_steps=0) == pytest.approx([0.1])
+
+
+def test_a_range_test_rises_by_equal_factors_to_the_peak():
+    assert learning_rates(5, name="range_test", min_lr_ratio=1e-4) == pytest.approx([1e-4, 1e-3, 1e-2, 0.1, 1.0])
+    assert learning_rates(1, name="range_test", min_lr_ratio=1e-4) == pytest.approx([1e-4])

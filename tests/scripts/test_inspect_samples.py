@@ -1,3 +1,4 @@
+import re
 import shutil
 from pathlib import Path
 
@@ -10,8 +11,8 @@ from trainer.config import TokenizerConfig
 from trainer.data.tokenizer.backends import load_tokenizer
 
 
-def script(run, step):
-    done = run_script("scripts/inspect_samples.py", run, step)
+def script(run, step, *words):
+    done = run_script("scripts/inspect_samples.py", run, step, *words)
     return done.returncode, done.stdout.splitlines(), done.stderr.strip()
 
 
@@ -47,6 +48,9 @@ def test_the_printed_samples_of_a_step_are_those_it_consumed(ranks, tiny, tmp_pa
         assert (code, err) == (0, "")
         printed += [line.split(maxsplit=3) for line in lines]
         assert [line[3] for line in printed[-len(tokens) :]] == [repr(tokenizer.decode(row)[:60]) for row in tokens]
+    complete = script(tmp_path / "run", 5, "--show")[1]
+    assert sum(": 32 positions, 32 targets (100.0 %)" in line for line in complete) == 4
+    assert tokenizer.decode(steps[-1][-1]) in re.sub("[⟦⟧⟨⟩]", "", "\n".join(complete))
     assert [int(position) for position, *_ in printed] == list(range(28))
     assert [name for _, name, *_ in printed].count("a") == 21
 

@@ -1,11 +1,13 @@
 """scripts/prepare_data.py and scripts/train_tokenizer.py, run as commands."""
 
+import json
 import re
 import signal
 import subprocess
 import sys
 from functools import partial
 
+import numpy as np
 import pytest
 
 from tests.commands import run_script
@@ -28,14 +30,18 @@ def test_a_store_is_prepared_described_reused_and_verified(settings, tmp_path):
     (store,) = (path for path in (tmp_path / "stores").iterdir() if path.is_dir())
     train, held_out = open_store(store, "train"), open_store(store, "held_out")
     assert re.search(rf"^{store}: [0-9,]+ tokens per second$", first.stdout, re.MULTILINE)
-    assert first.stdout.splitlines()[-3:] == [
-        f"  training   {len(train.documents) - 1:>15,} documents {len(train.tokens):>19,} tokens",
-        f"  held out   {len(held_out.documents) - 1:>15,} documents {len(held_out.tokens):>19,} tokens",
-        f"  skipped    {0:>15,} documents",
-    ]
+    title, *rows = first.stdout.splitlines()[-3:]
+    assert title.split("  ")[-1] == "steps per epoch"
+    for row, name, split in zip(rows, ("training", "held out"), (train, held_out), strict=True):
+        counts = (
+            f"{name} +{len(split.documents) - 1} +{len(split.tokens):,} +100.0 % +{np.diff(split.documents).max()} "
+        )
+        assert re.match(counts, row), row
+    samples = (len(train.tokens) - 1) // 128
+    assert rows[0].split()[-4:] == [str(samples), "0.0", "%", f"{samples / 32:.1f}"]
     again = run_script("scripts/prepare_data.py", *settings, "--data.held_out_fraction", "0.2", "--verify")
     assert again.stdout.splitlines()[0] == f"{store}: already prepared"
-    assert again.stdout.splitlines()[-1] == "  intact: every file has the content that was written"
+    assert again.stdout.splitlines()[1] == "  intact: every file has the content that was written"
     tokens = store / "train.tokens"
     tokens.write_bytes(bytes([tokens.read_bytes()[0] ^ 1]) + tokens.read_bytes()[1:])
     damaged = run_script("scripts/prepare_data.py", *settings, "--data.held_out_fraction", "0.2", "--verify")
@@ -124,8 +130,69 @@ def test_shards_prepared_on_several_nodes_are_read_together(settings, tmp_path):
     joined = ["--data.dataset", "prepared", "--data.path", settings[-1], "--data.store_folder", tmp_path / "joined"]
     verified = run_script("scripts/prepare_data.py", *joined, "--verify")
     assert verified.returncode == 0, verified.stderr
-    counts = re.findall(r"([0-9]+) documents", verified.stdout)
-    assert sum(map(int, counts[-3:])) == 40
+    counts = re.findall(r"^(?:training|held out) +([0-9]+) ", verified.stdout, re.MULTILINE)
+    assert len(counts) == 2 and sum(map(int, counts)) == 40
+
+
+@pytest.fixture
+def chats(tmp_path) -> list[str]:
+    """Settings of a mixture of two datasets of chats, the first of which has documents that are refused or dropped."""
+    for name, answers in (("a", 12), ("b", 30)):
+        lines = [{"prompt": f"{i}?", "completion": f"{name} " * (i + 1)} for i in range(answers)]
+        if name == "a":
+            lines += [{"prompt": "?", "completion": "long " * 200}, {"prompt": "only"}, {"x": 1}, {"x": 2}]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    words = f"--data.datasets.a chat:{tmp_path}/a.jsonl --data.datasets.b chat:{tmp_path}/b.jsonl --data.held_out_fraction 0"
+    words += f" --data.store_folder {tmp_path}/stores --data.packing best-fit --data.document_mask true"
+    words += " --data.prepare_workers 1 --data.long_documents drop --data.max_bad_documents_percent 40"
+    words += " --evaluation.interval_steps 0"
+    words += " --data.chat_template llama3 --training.seq_len 64 --training.global_batch_size 4 --training.local_batch_size 1"
+    return [*words.split(), "--data.mixture", "0: a=1 b=3"]
+
+
+def test_the_table_counts_what_was_refused_and_dropped_and_the_first_samples_are_shown(chats, tmp_path):
+    prepared = run_script("scripts/prepare_data.py", *chats)
+    assert prepared.returncode == 0, prepared.stderr
+    table = prepared.stdout[prepared.stdout.index("  documents") :]
+    titles, a, b, *refused = table.splitlines()
+    assert re.split(" {2,}", titles.strip()) == [
+        *("documents", "tokens", "targets", "longest", "refused", "dropped", "no target", "samples", "padding"),
+        "steps per epoch",
+    ]
+    a, b = (re.split(" {2,}", row) for row in (a, b))
+    assert (a[0], a[1], a[5], a[6]) == ("a: training", "13", "3", "1")
+    assert (b[0], b[1], b[5], b[6]) == ("b: training", "30", "0", "0")
+    for row, share in ((a, 0.25), (b, 0.75)):
+        assert row[-1] == f"{int(row[8]) / (4 * share):.1f}"
+    assert refused == [
+        f"refused in a: 2 documents like {tmp_path}/a.jsonl:15: the document has neither messages nor conversations nor "
+        "prompt and completion",
+        f"refused in a: {tmp_path}/a.jsonl:14: the document has a prompt but no completion",
+    ]
+    shown = run_script("scripts/prepare_data.py", *chats, "--show", "2", "--html", tmp_path / "data.html")
+    samples = re.findall("^[ab], sample [0-9]+: 64 positions, [0-9]+ targets", shown.stdout, re.MULTILINE)
+    assert len(samples) == 2 and "\x1b" not in shown.stdout and re.search("⟦[ab]( [ab])*", shown.stdout)
+    assert shown.stdout.splitlines()[-1] == f"wrote {tmp_path}/data.html"
+    content = (tmp_path / "data.html").read_text()
+    assert all(sample in content for sample in samples) and "a: training" in content and "refused in a: " in content
+    assert run_script("scripts/prepare_data.py", *chats, "--html", tmp_path / "data.html").returncode == 0
+    assert (tmp_path / "data.html").read_text().count("<h3 ") == 3
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--show", "0"], "argument --show: 0: expected an integer from 1 to 1000"),
+        (["--html", "nowhere/x.html"], "argument --html: nowhere: no such folder"),
+        (
+            ["--show", "1", "--shard", "1/2"],
+            "--shard: a part of the files has no samples to show; remove --show and --html",
+        ),
+    ],
+)
+def test_samples_that_cannot_be_shown_are_one_line(words, message):
+    result = run_script("scripts/prepare_data.py", *words)
+    assert (result.returncode, result.stderr) == (2, f"{message}\n")
 
 
 @pytest.mark.parametrize("shard", ["0/4", "5/4", "4", "a/b"])

@@ -1,7 +1,8 @@
 """Loading of a new run's weights from a checkpoint or from a model in Hugging Face format."""
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import chain
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from models.spec import ModelSpec
 from trainer.checkpoint import commit, manifest, resume
-from trainer.checkpoint.commit import Tensors
+from trainer.checkpoint.commit import Tensors, require_match
 from trainer.checkpoint.huggingface import HfModelFolder, ModelMetadata, model_index
 from trainer.checkpoint.manifest import CorruptError
 from trainer.checkpoint.storage import Read, TensorMetadata, read_regions, read_rows, read_slice
@@ -101,7 +102,7 @@ class WeightSource:
         another shape.
         """
         wanted = {f"model/{name}": parameter for name, parameter in parameters.items()}
-        grown = {name for name, parameter in wanted.items() if self._is_smaller(self.index.get(name), parameter)}
+        grown = {name for name, parameter in wanted.items() if self.is_smaller(name, parameter)}
         # Only rank 0 reads all rows, and all ranks ask for the mean: a rank may have no row, or no part of the parameter.
         for name in sorted(set().union(*all_gather_objects(grown))) if resize else ():
             mean = run_on_rank_0(partial(self._mean_row, name))
@@ -109,7 +110,9 @@ class WeightSource:
                 self._load_resized(name, wanted.pop(name), mean)
         commit.load_into(self.folder, self.index, wanted, self.read, cast=True, alone=self.alone)
 
-    def _is_smaller(self, stored: TensorMetadata | None, parameter: Tensor) -> bool:
+    def is_smaller(self, key: str, parameter: Tensor) -> bool:
+        """Return whether the stored parameter lacks only rows of the vocabulary. key: name in the index."""
+        stored = self.index.get(key)
         old, new = stored.shape if stored else (), tuple(parameter.shape)
         return old[:1] == (self.sizes.vocab_size,) and old[1:] == new[1:] and old[0] < new[0]
 
@@ -146,22 +149,49 @@ def init_weights_from(
     model's parameters; others, such as those of adapters, are not loaded. Raises ConfigError if the source is damaged or contains
     a different model."""
     included = names_loaded(config, names)
-    try:
-        # Only rank 0 resolves the folder, because the source run may still write newer checkpoints.
-        weights = WeightSource.open(run_on_rank_0(lambda: resolve_checkpoint(Path(config.init_from))), spec)
-        stored = asdict(weights.sizes)
-        if config.resize_embeddings and stored.get("vocab_size", 0) < sizes.vocab_size:
-            stored["vocab_size"] = sizes.vocab_size
-        differences = [
-            f"{name} is {stored.get(name)}, expected {expected}"
-            for name, expected in asdict(sizes).items()
-            if stored.get(name) != expected and name != "rope_is_long"  # the run's sequence length decides
-        ]
-        if differences:
-            raise ConfigError("", f"{weights.folder} contains a different model: {', '.join(differences)}")
+    with _blame_init_from():
+        weights = _open_initial(config, spec, sizes)
         wanted = {name: p for name, p in parameters.items() if name in included}
         weights.load_into(wanted, resize=config.resize_embeddings)
+    dist.barrier()
+    return weights
+
+
+def check_initial_weights(
+    config: CheckpointConfig, spec: ModelSpec, sizes: Any, parameters: Tensors, names: Collection[str]
+) -> WeightSource:
+    """Check that checkpoint.init_from has the weights, like init_weights_from, without loading them. parameters: those of the
+    complete model; only their shapes and dtypes are used."""
+    included = names_loaded(config, names)
+    with _blame_init_from():
+        weights = _open_initial(config, spec, sizes)
+        wanted = {f"model/{name}": p for name, p in parameters.items() if name in included}
+        if config.resize_embeddings:
+            wanted = {name: p for name, p in wanted.items() if not weights.is_smaller(name, p)}
+        require_match(weights.folder, weights.index, wanted, cast=True)
+    return weights
+
+
+@contextmanager
+def _blame_init_from() -> Iterator[None]:
+    try:
+        yield
     except ConfigError as error:
         raise ConfigError("checkpoint.init_from", error.message) from None
-    dist.barrier()
+
+
+def _open_initial(config: CheckpointConfig, spec: ModelSpec, sizes: Any) -> WeightSource:
+    """Open checkpoint.init_from, collectively. Raises ConfigError if it is damaged or contains a different model."""
+    # Only rank 0 resolves the folder, because the source run may still write newer checkpoints.
+    weights = WeightSource.open(run_on_rank_0(lambda: resolve_checkpoint(Path(config.init_from))), spec)
+    stored = asdict(weights.sizes)
+    if config.resize_embeddings and stored.get("vocab_size", 0) < sizes.vocab_size:
+        stored["vocab_size"] = sizes.vocab_size
+    differences = [
+        f"{name} is {stored.get(name)}, expected {expected}"
+        for name, expected in asdict(sizes).items()
+        if stored.get(name) != expected and name != "rope_is_long"  # the run's sequence length decides
+    ]
+    if differences:
+        raise ConfigError("", f"{weights.folder} contains a different model: {', '.join(differences)}")
     return weights

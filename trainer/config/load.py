@@ -235,6 +235,13 @@ def _rules(config: Config) -> Iterator[tuple[str, object, str]]:
         f"must be below [distributed] timeout_s, {limit:g}: otherwise a collective fails before the hang is reported"
     )
     yield "resilience.hang_timeout_s", config.resilience.hang_timeout_s >= limit, message
+    rises = config.lr_schedule.name == "range_test"
+    yield (
+        "lr_schedule.min_lr_ratio",
+        rises and not config.lr_schedule.min_lr_ratio,
+        "must be above 0 with name = range_test",
+    )
+    yield "lr_schedule.warmup_steps", rises and config.lr_schedule.warmup_steps, "must be 0 with name = range_test"
     undecayed = config.lr_schedule.name == "warmup_stable_decay" and not config.lr_schedule.decay_steps
     yield "lr_schedule.decay_steps", undecayed, "must be at least 1 with name = warmup_stable_decay"
 

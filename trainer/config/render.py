@@ -59,11 +59,12 @@ def _type(setting: Setting) -> str:
 
 def help_text() -> str:
     lines = [
-        "usage: train.py [--config FILE.toml] [--from FOLDER] [--SECTION.KEY VALUE ...] [--print-config] [--help]",
+        "usage: train.py [--config FILE.toml] [--from FOLDER] [--SECTION.KEY VALUE ...] [--dry-run] [--print-config] [--help]",
         "",
         "Settings come from the TOML file (default: train_configs/debug.toml); the command line overrides them.",
         "--from FOLDER, short for --model.pretrained, gives model, initial weights, tokenizer and chat template.",
         "--print-config prints the resulting configuration and exits.",
+        "--dry-run checks data, tokenizer, weights, memory and disk, prints what the run would do, and exits.",
     ]
     for section, members in groupby(settings().values(), attrgetter("section")):
         lines += ["", f"[{section}]"]

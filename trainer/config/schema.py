@@ -346,14 +346,15 @@ class PreferenceConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LrScheduleConfig:
-    name: Literal["cosine", "linear", "warmup_stable_decay"] = "cosine"
-    """Shape of the learning rate's decay after warm-up."""
+    name: Literal["cosine", "linear", "warmup_stable_decay", "range_test"] = "cosine"
+    """Shape of the learning rate's decay after warm-up. "range_test": the rate rises exponentially in all steps, from
+    min_lr_ratio times the peak to the peak (scripts/find_lr.py)."""
     warmup_steps: StepsOrZero = 0
     """Number of steps of linear warm-up to the peak learning rate."""
     decay_steps: Annotated[StepsOrZero, Constraint(only_with="[lr_schedule] name = warmup_stable_decay")] = 0
     """Number of steps of the final decay of "warmup_stable_decay". The other schedules decay over all steps after warm-up."""
     min_lr_ratio: Fraction = 0.1
-    """Final learning rate, as a fraction of the peak learning rate."""
+    """Final learning rate (of "range_test": the first one), as a fraction of the peak learning rate."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,12 +17,15 @@ def learning_rate(config: LrScheduleConfig, peak: float, step: int, steps: int) 
 
     The learning rate rises linearly and reaches the peak at step `warmup_steps`. In step 1 it is above 0, so that this step is
     not wasted. After the peak it decays, and the last step has min_lr_ratio * peak. With the schedule "warmup_stable_decay", it
-    stays at the peak and decays only during the last `decay_steps` steps.
+    stays at the peak and decays only during the last `decay_steps` steps. With "range_test", it rises exponentially from
+    min_lr_ratio * peak in the first step to the peak in the last one.
 
     Args:
         step: Number of the step, from 1.
         steps: Total number of steps in the run.
     """
+    if config.name == "range_test":
+        return peak * config.min_lr_ratio ** (1 - (step - 1) / max(1, steps - 1))
     if step <= config.warmup_steps:
         return peak * step / config.warmup_steps
     start = config.warmup_steps

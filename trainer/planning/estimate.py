@@ -8,10 +8,27 @@ from trainer.planning.roofline import StepTime, pipeline_bubble, step_time
 from trainer.planning.simulate import Simulation, simulate
 from trainer.run.resolve import ResolvedRun, resolve
 from trainer.runtime.accelerators import AcceleratorSpec
+from trainer.system.process import cores, meminfo
 from trainer.system.units import GIB
 
 MAX_RANKS = 10**5
 """Maximum world size of a plan. Fake process groups take a minute to create for this number of ranks."""
+
+
+def this_machine() -> AcceleratorSpec:
+    """Return the memory sizes and rates of this machine as one device. The rates are typical values."""
+    memory_gib = meminfo("MemTotal") / GIB
+    return AcceleratorSpec(
+        flops={"bf16": 1e11 * cores(), "fp32": 5e10 * cores()},
+        memory_gib=memory_gib,
+        host_memory_gib=memory_gib,
+        host_memory_bandwidth=1e10 * cores(),
+        pcie_bandwidth=1e10 * cores(),
+        memory_bandwidth=1e10 * cores(),
+        intra_node_bandwidth=2e9,
+        inter_node_bandwidth=1e9,
+        gpus_per_node=10**6,
+    )
 
 
 @dataclass(frozen=True)

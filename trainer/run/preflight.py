@@ -4,6 +4,7 @@ import math
 import shutil
 from collections import Counter
 from collections.abc import Iterable
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from trainer.runtime import device as devices
 from trainer.runtime.device import DTYPES
 from trainer.runtime.distributed import all_gather_objects, run_on_rank_0
 from trainer.runtime.dtensor import to_local
+from trainer.system.files import existing_part
 from trainer.system.process import memory_available, node_id
 from trainer.system.units import GIB
 
@@ -87,6 +89,11 @@ def remaining_checkpoints(config: CheckpointConfig, step: int, steps: int) -> in
     return steps // every - step // every + (steps % every > 0)
 
 
+def disk_free(folder: Path) -> int:
+    """Return the number of free bytes for files in a folder, which need not exist."""
+    return shutil.disk_usage(existing_part(folder)).free
+
+
 def check_disk(config: Config, num_trained: int, step: int) -> None:
     """Raise ConfigError on all ranks if the disk cannot hold the checkpoints. num_trained: number of trained parameters. step:
     number of completed steps."""
@@ -95,7 +102,7 @@ def check_disk(config: Config, num_trained: int, step: int) -> None:
         return
     num_bytes = num_trained * state_bytes(config)
     remaining = remaining_checkpoints(checkpoint, step, steps)
-    free, existing = run_on_rank_0(lambda: (shutil.disk_usage(folder).free, len(list_checkpoints(folder))))
+    free, existing = run_on_rank_0(lambda: (disk_free(folder), len(list_checkpoints(folder))))
 
     def needed(keep: int) -> int:
         """Return the maximum number of new checkpoints that exist at a time if checkpoint.keep is `keep`. Old checkpoints are

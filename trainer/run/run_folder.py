@@ -33,7 +33,7 @@ from trainer.runtime import device as devices
 from trainer.runtime.distributed import run_on_rank_0
 from trainer.system import console
 from trainer.system.environment import environment
-from trainer.system.files import atomic_write, file_error, folder_error, try_lock
+from trainer.system.files import atomic_write, existing_part, file_error, folder_error, lock_holder, try_lock
 
 _LIBRARIES = ("torch", "safetensors", "xxhash", "tiktoken", "sentencepiece")
 _LOCK = ".lock"
@@ -55,11 +55,29 @@ def acquire_lock(folder: Path) -> TextIO | None:
             (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
             result = try_lock(folder / _LOCK, timeout_s=5)
         if isinstance(result, str):
-            raise ConfigError("", f"{folder} is in use by {result}; choose another --run.name")
+            raise _in_use(folder, result)
         lock = result
 
     run_on_rank_0(work)
     return lock
+
+
+def require_usable(folder: Path) -> None:
+    """Raise ConfigError if a run could not use the folder, like `acquire_lock`, without creating or changing a file."""
+    if os.path.exists(folder) and (problem := folder_error(folder)):
+        raise ConfigError("run.name", f"{folder} {problem}")
+    _check_types(folder)
+    place = existing_part(folder)
+    if not place.is_dir():
+        raise ConfigError("run.output_folder", f"{place} is not a folder")
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise ConfigError("run.output_folder", f"{place} cannot be written")
+    if holder := lock_holder(folder / _LOCK):
+        raise _in_use(folder, holder)
+
+
+def _in_use(folder: Path, holder: str) -> ConfigError:
+    return ConfigError("", f"{folder} is in use by {holder}; choose another --run.name")
 
 
 def _check_types(folder: Path) -> None:

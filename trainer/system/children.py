@@ -35,7 +35,8 @@ def children_ignore_signals() -> Iterator[None]:
 
 
 def end_children() -> None:
-    """Kill the processes that multiprocessing has started, and unlink its semaphores, about which Python would warn otherwise."""
+    """Kill the processes that multiprocessing has started, unlink its semaphores, about which Python would warn otherwise, and
+    remove its temporary folder."""
     children = multiprocessing.active_children()
     util._run_finalizers(0)
     for child in children:  # last, because another thread may report that a child was killed
@@ -43,6 +44,7 @@ def end_children() -> None:
     if server := forkserver._forkserver._forkserver_pid:
         with suppress(ProcessLookupError):  # it has just ended
             os.kill(server, signal.SIGKILL)
+    util._run_finalizers()
 
 
 def require_main_guard() -> None:

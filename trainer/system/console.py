@@ -68,8 +68,13 @@ def warning(text: str) -> None:
 
 
 def on_terminal() -> bool:
-    """Return whether this rank logs to a terminal, which can show colour and progress bars."""
+    """Return whether this rank logs to a terminal, which can show progress bars."""
     return _is_logging_rank() and sys.stdout.isatty()
+
+
+def shows_colour() -> bool:
+    """Return whether stdout shows colour: it is a terminal, and NO_COLOR (no-color.org) is not set."""
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def progress(total: int | None, unit: str, desc: str) -> tqdm:

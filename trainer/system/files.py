@@ -235,6 +235,21 @@ def try_lock(path: Path, timeout_s: float) -> TextIO | str:
         time.sleep(0.1)
 
 
+def lock_holder(path: Path) -> str:
+    """Return a description of the process that holds the lock of a file, or "". The file does not change."""
+    with suppress(FileNotFoundError), path.open("r+") as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return file.read().strip() or "another process"
+    return ""
+
+
+def existing_part(path: Path) -> Path:
+    """Return the path, or the closest folder above it that exists."""
+    return next(p for p in (path, *path.absolute().parents) if p.exists())
+
+
 def file_lock(path: Path) -> TextIO:
     """Wait for the lock of a file. Return the open file, which holds the lock until it is closed."""
     file = try_lock(path, math.inf)

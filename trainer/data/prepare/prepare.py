@@ -53,14 +53,8 @@ def prepare(
         if data.dataset == "prepared":
             folder = concat_stores(data, tokenizer)
         else:
-            source = open_source(data, tokenizer)
-            files = source.files[file_shard[0] :: file_shard[1]]
-            if not files:
-                message = f"this dataset has {len(source.files)} files, too few for {file_shard[1]} shards"
-                raise ConfigError("data.path", message)
-            source = replace(source, files=files)
-            key, not_cached = _key(source, data, tokenizer, stores)
-            folder = stores / f"{data.dataset}-{key}"
+            source, key, not_cached = locate(data, tokenizer, file_shard)
+            folder = store_folder(data, key)
             # A complete store may be in a folder that cannot be written: it needs no lock.
             if not folder.exists():
                 with file_lock(folder.with_suffix(".lock")):
@@ -72,9 +66,25 @@ def prepare(
                 )
                 console.warning(message)
     counts = _counts(read_description(folder))
-    check_number(data, counts, _bad_documents(folder))
-    check_share(data, counts, _bad_documents(folder))
+    check_number(data, counts, bad_documents(folder))
+    check_share(data, counts, bad_documents(folder))
     return folder
+
+
+def locate(data: DataConfig, tokenizer: Tokenizer, file_shard: tuple[int, int] = (0, 1)) -> tuple[Source, str, str]:
+    """Return the source of a dataset, the key of its store, which need not exist, and the reason why new digests of the files
+    could not be cached, or "". Raises ConfigError."""
+    source = open_source(data, tokenizer)
+    files = source.files[file_shard[0] :: file_shard[1]]
+    if not files:
+        message = f"this dataset has {len(source.files)} files, too few for {file_shard[1]} shards"
+        raise ConfigError("data.path", message)
+    source = replace(source, files=files)
+    return source, *_key(source, data, tokenizer, Path(data.store_folder))
+
+
+def store_folder(data: DataConfig, key: str) -> Path:
+    return Path(data.store_folder) / f"{data.dataset}-{key}"
 
 
 @contextlib.contextmanager
@@ -102,7 +112,7 @@ def _key(source: Source, data: DataConfig, tokenizer: Tokenizer, stores: Path) -
     return fingerprint.fingerprint(source, [VERSION, *shape, chat, tokenizer.fingerprint, tokenize.CHUNK_BYTES], stores)
 
 
-def _bad_documents(folder: Path) -> Iterator[BadDocument]:
+def bad_documents(folder: Path) -> Iterator[BadDocument]:
     """Yield the bad documents of a store or, if it is a concatenation of stores, of all its members."""
     return read_bad_documents(store / "bad_documents.jsonl" for store in member_folders(folder) or [folder])
 
@@ -206,7 +216,7 @@ def unused_fields(folder: Path, data: DataConfig) -> list[str]:
 def _log_store(folder: Path, data: DataConfig) -> None:
     description = read_description(folder)
     if count := description["bad_documents"]:
-        first = next(_bad_documents(folder))
+        first = next(bad_documents(folder))
         console.warning(f"skipped {count} bad documents, listed in {folder}/bad_documents.jsonl; the first: {first}")
     for line in unused_fields(folder, data):
         console.info(line)

@@ -13,6 +13,7 @@ from trainer.system import console
 from trainer.system.files import atomic_folder, read_json_object
 
 VERSION = 2
+_COUNTS = ("documents", "spans", "truncated_or_dropped", "without_target", "samples", "positions")
 
 
 @dataclass(frozen=True)
@@ -156,13 +157,28 @@ def pack(store: TokenStore, folder: Path, seq_len: int, config: DataConfig, pair
 
 def read_packing(folder: Path) -> PackedIndex:
     """Read a packing. Raises ConfigError if `pack` did not write the folder, or if the folder is damaged."""
+    counts = read_counts(folder)
     try:
-        counts = read_json_object(folder / "packing.json")
         starts, lengths, samples = (
             np.load(folder / f"{name}.npy", mmap_mode="r") for name in ("starts", "lengths", "samples")
         )
-        if (counts["version"], counts["spans"], counts["samples"]) != (VERSION, len(starts), len(samples) - 1):
+        if (counts["spans"], counts["samples"]) != (len(starts), len(samples) - 1):
             raise ValueError
-    except (OSError, ValueError, KeyError, TypeError, EOFError):
-        raise ConfigError("data.store_folder", f"{folder} cannot be read; delete this folder") from None
+    except (OSError, ValueError, EOFError):
+        raise _unreadable(folder) from None
     return PackedIndex(folder.name, starts, lengths, samples)
+
+
+def read_counts(folder: Path) -> dict[str, int]:
+    """Read the counts of a packing, which `pack` has written. Raises ConfigError."""
+    try:
+        counts = read_json_object(folder / "packing.json")
+        if counts["version"] != VERSION:
+            raise ValueError
+        return {name: int(counts[name]) for name in _COUNTS}
+    except (OSError, ValueError, KeyError, TypeError):
+        raise _unreadable(folder) from None
+
+
+def _unreadable(folder: Path) -> ConfigError:
+    return ConfigError("data.store_folder", f"{folder} cannot be read; delete this folder")

@@ -1,0 +1,188 @@
+"""Dry runs: they say what a run would do, refuse what a run refuses, and write nothing."""
+
+import contextlib
+import io
+import os
+import shutil
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import train as train_py
+from tests.conftest import ROOT
+from tests.end_to_end.test_commands import SCRIPT, call
+from tests.training_runs import combine, error_line, in_folder, train
+from trainer import dry_run
+from trainer.config import ConfigError
+from trainer.config.load import load_config
+from trainer.data import trial
+from trainer.run.resolve import resolve
+from trainer.system.files import try_lock
+
+
+def content(folder: Path) -> dict[str, tuple[int, int]]:
+    """Size and modification time of everything in a folder, and of the folder."""
+    stats = {str(path): path.stat() for path in (folder, *folder.rglob("*"))}
+    return {path: (status.st_size, status.st_mtime_ns) for path, status in stats.items()}
+
+
+def dry(argv, patches=()):
+    """Return the printed lines, without the planned memory and time, or the error line of a dry run on this rank."""
+    out = io.StringIO()
+    try:
+        config = load_config(combine(argv))
+    except ConfigError as error:
+        return str(error)
+    try:
+        with (
+            contextlib.redirect_stdout(out),
+            contextlib.ExitStack() as stack,
+            mock.patch.object(dry_run, "_plan", return_value=True),
+        ):
+            for patch in patches:
+                stack.enter_context(mock.patch.object(*patch))
+            dry_run.report(config, resolve(config, dist.get_world_size()), 1, torch.device("cpu"))
+    except ConfigError as error:
+        return config.explain(error)
+    return out.getvalue()
+
+
+def around_a_run(tiny, folder):
+    """Dry runs before, between and after the parts of a run; the last two with another seed, and while the folder is in use."""
+    argv = [*tiny, *in_folder(folder), "--checkpoint.interval_steps", "2"]
+    outputs = [dry(argv)]
+    before = content(folder.parent)
+    assert not folder.exists()
+    train(combine([*argv, "--training.steps", "2"]))
+    outputs += [dry(argv), dry([*argv, "--checkpoint.load_step", "2"])]
+    train(combine(argv))
+    after = content(folder.parent)
+    outputs += [dry(argv), dry([*argv, "--run.seed", "5"])]
+    assert content(folder.parent) == after != before
+    return outputs
+
+
+def test_a_dry_run_says_where_a_run_would_start(ranks, tiny, tmp_path):
+    ((new, resumed, rolled_back, finished, other),) = ranks(1).run(around_a_run, tiny, tmp_path / "run")
+    assert f"run folder    {tmp_path}/run: a new run\n" in new and "weights       random\n" in new
+    assert "steps         1 to 4, each of 8 samples of 32 tokens, in 4 microbatches on each rank\n" in new
+    assert "checkpoints   2 of " in new and new.endswith("dry run complete: nothing was written\n")
+    assert f"run folder    {tmp_path}/run: resumes from step 2\n" in resumed and "steps         3 to 4, " in resumed
+    assert f"weights       of {tmp_path}/run/checkpoints/step-00000002, which is intact\n" in resumed
+    assert "resumes from step 2, after newer checkpoints are moved to a folder discarded-N\n" in rolled_back
+    assert "already finished at step 4; raise --training.steps to continue\n" in finished and "steps  " not in finished
+    assert other.startswith(f"cannot resume from {tmp_path}/run/checkpoints/step-00000004: run.seed was 0, is 5;")
+
+
+def both(cases):
+    """Return, for each command line, the error lines of a dry run and of a run."""
+    return [(dry(argv), error_line(argv)) for argv in cases]
+
+
+def test_a_dry_run_refuses_what_a_run_refuses_with_the_same_line(ranks, tiny, hf_model, tmp_path):
+    (tmp_path / "one.txt").write_text("a few words")
+    (tmp_path / "junk.jsonl").write_bytes(b"\xff\n")
+    damaged = shutil.copytree(hf_model, tmp_path / "damaged")
+    largest = max(damaged.glob("*.safetensors"), key=lambda path: path.stat().st_size)
+    largest.write_bytes(largest.read_bytes()[:-100])
+    of_hf = ["--model.huggingface", str(hf_model), "--checkpoint.init_from"]
+    without_overrides = tmp_path / "plain.toml"
+    without_overrides.write_text(Path(tiny[1]).read_text().replace("overrides", "# overrides"))
+    plain = ["--config", str(without_overrides)]
+    cases = {
+        "missing model": [*tiny, "--checkpoint.init_from", str(tmp_path)],
+        "another model": [*tiny, "--checkpoint.init_from", str(hf_model), "--model.overrides.n_layers", "3"],
+        "damaged model": [*plain, *of_hf, str(damaged)],
+        "few tokens": [*tiny, "--data.path", str(tmp_path / "one.txt")],
+        "no document": [*tiny, "--data.dataset", "jsonl", "--data.path", str(tmp_path / "junk.jsonl")],
+        "unknown dataset": [*tiny, "--evaluation.interval_steps", "2", "--evaluation.keep_best_on", "wiki"],
+        "vocabulary": [*tiny, "--model.overrides.vocab_size", "1000"],
+        "load_step": [*tiny, "--checkpoint.load_step", "3"],
+    }
+    out = ["--run.output_folder", str(tmp_path / "out")]
+    (lines,) = ranks(1).run(both, [[*words, *out] for words in cases.values()])
+    for name, (of_dry_run, of_run) in zip(cases, lines, strict=True):
+        assert of_dry_run == of_run != "", name
+
+
+def each(cases):
+    return [dry(argv) for argv in cases]
+
+
+def test_a_folder_that_a_run_cannot_use_is_refused_and_a_lock_stays(ranks, tiny, tmp_path):
+    (tmp_path / "file").touch()
+    lock = try_lock(tmp_path / "run" / ".lock", 0)
+    cases = [[*tiny, *in_folder(tmp_path / name)] for name in ("run", "file", "file/run")]
+    ((line, is_file, below_a_file),) = ranks(1).run(each, cases)
+    assert is_file == f"--run.name file: {tmp_path}/file is a file, not a folder"
+    assert below_a_file == f"--run.output_folder {tmp_path}/file: {tmp_path}/file is not a folder"
+    assert (
+        line
+        == f"{tmp_path}/run is in use by {(tmp_path / 'run' / '.lock').read_text().strip()}; choose another --run.name"
+    )
+    lock.close()
+
+
+def large(tiny, folder):
+    """Dry runs of a dataset that is too large to be prepared: unprepared, without a readable document, and prepared."""
+    argv = [*tiny, *in_folder(folder / "run"), "--data.store_folder", str(folder / "stores")]
+    limit = [(trial, "PREPARED_BYTES", 0)]
+    junk = [*argv, "--data.dataset", "jsonl", "--data.path", str(folder / "junk.jsonl")]
+    outputs = [dry(argv, limit), dry(junk, limit)]
+    assert not (folder / "stores").exists()
+    train(combine([*argv, "--training.steps", "1"]))
+    return [*outputs, dry(argv, limit)]
+
+
+def test_of_a_large_dataset_the_first_documents_are_read(ranks, tiny, tmp_path):
+    (tmp_path / "junk.jsonl").write_text("{}\n" * 200)
+    ((unprepared, junk, prepared),) = ranks(1).run(large, tiny, tmp_path)
+    assert (
+        "data          200 files, 0.00 GB, which the run prepares first; 1 of the first 1 documents are" in unprepared
+    )
+    assert "epochs" not in unprepared and "epochs        " in prepared
+    line = "none of the first 100 documents is readable; the first: "
+    assert junk == f"--data.path {tmp_path}/junk.jsonl: {line}{tmp_path}/junk.jsonl:1: the record has no field 'text'"
+
+
+def test_a_dry_run_of_two_ranks_is_one_process_that_writes_nothing(tiny, tmp_path):
+    (tmp_path / "tmp").mkdir()
+    stores = Path(tiny[1]).parent
+    before = content(stores)
+    layout = ["--parallel.tp", "2", "--dry-run"]
+    done = call(SCRIPT, *tiny, *layout, cwd=tmp_path, NGPU="2", TMPDIR=str(tmp_path / "tmp"))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "ranks         2 x CPU (tp 2)\n" in done.stdout and " at the peak of a rank (planned); " in done.stdout
+    assert content(stores) == before
+    assert [path.name for path in tmp_path.rglob("*")] == ["tmp"]
+
+
+def test_a_plan_that_exceeds_the_memory_does_not_fit(tiny, monkeypatch, capsys):
+    config = load_config(tiny)
+    monkeypatch.setattr(dry_run, "memory_available", lambda: 1000)
+    assert not dry_run._plan(config, 1, 1, torch.device("cpu"), 4)
+    assert "0.00 MiB of this node are free\n" in capsys.readouterr().out
+
+
+def test_a_dry_run_of_one_process_is_that_of_the_launcher(monkeypatch):
+    started = []
+    monkeypatch.setattr(train_py.os, "execv", lambda *words: started.append(words))
+    monkeypatch.setattr(sys, "argv", ["train.py", "--training.steps", "5", "--dry-run"])
+    for name in ("NGPU", "NNODES", "NODE_RANK"):
+        monkeypatch.setenv(name, "7")
+    train_py.run_dry()
+    launcher = str(ROOT / "trainer" / "launch.py")
+    assert started == [(sys.executable, [sys.executable, launcher, "--training.steps", "5", "--dry-run"])]
+    assert [os.environ[name] for name in ("NGPU", "NNODES", "NODE_RANK")] == ["1", "1", "0"]
+
+
+def test_a_rank_of_torchrun_refuses_a_dry_run(monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SystemExit) as exit:
+        train_py.run_dry()
+    line = "--dry-run: needs no ranks; start run_llama_train.sh, which knows their number from NGPU and NNODES\n"
+    assert (exit.value.code, capsys.readouterr().err) == (2, line)

@@ -1,0 +1,250 @@
+"""Dry run: everything that a run checks before its first step, and what it would do, without a change on the disk."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from models.spec import meta_model
+from trainer.checkpoint.adapter import load_adapter
+from trainer.checkpoint.resume import ResumePoint, require_compatible
+from trainer.checkpoint.weights import check_initial_weights
+from trainer.config import Config, ConfigError
+from trainer.data.build import Datasets
+from trainer.data.datasets import all_dataset_configs
+from trainer.data.prepare.prepare import prepare
+from trainer.data.tokenizer.protocol import Tokenizer
+from trainer.data.trial import large_datasets, trial_stores
+from trainer.data.view.figures import as_table, refusals, split_figures
+from trainer.data.view.text import table_lines
+from trainer.evaluate import EvalSet, build_eval_sets
+from trainer.planning.estimate import Hardware, RunEstimate, estimate, this_machine
+from trainer.planning.report import format_bytes
+from trainer.run.preflight import check_disk, disk_free, remaining_checkpoints, state_bytes
+from trainer.run.resolve import ResolvedRun
+from trainer.run.run_folder import require_usable, resume_point
+from trainer.run.text_format import TextFormat, load_text_format, require_same_tokenizer
+from trainer.run.training_data import prepare_and_open, require_unchanged_mixture
+from trainer.runtime import device as devices
+from trainer.runtime import distributed
+from trainer.runtime.accelerators import ACCELERATORS
+from trainer.system.children import end_children
+from trainer.system.process import memory_available
+from trainer.system.units import GIB, duration
+
+_GPU_RESERVE = 2 * GIB
+"""Device memory that the allocator cannot use, as in scripts/plan.py."""
+
+
+def dry_run(config: Config, resolved: ResolvedRun, ranks_per_node: int) -> int:
+    """Print what a run would do. Return 0, or 1 if its planned memory exceeds that of this node. The process is no rank of a run.
+
+    Args:
+        config: Settings of the run.
+        resolved: The same, resolved for the ranks of the run.
+        ranks_per_node: Number of ranks on this node.
+
+    Raises:
+        ConfigError: The run would be refused.
+    """
+    device = devices.select_device(config.run.device)
+    distributed.init_process_group(config.distributed, torch.device("cpu"))  # of this process alone
+    try:
+        return report(config, resolved, ranks_per_node, device)
+    finally:
+        end_children()  # the caller skips the interpreter's clean-up, which would remove multiprocessing's temporary folder
+
+
+def report(config: Config, resolved: ResolvedRun, ranks_per_node: int, device: torch.device) -> int:
+    """Like `dry_run`, in a process group that exists."""
+    training, dims = config.training, resolved.dims
+    _line("model", f"{resolved.model_name}, {resolved.num_parameters:,} parameters, {resolved.num_trained:,} trained")
+    _line("ranks", f"{dims.world_size} x {devices.name(device)} ({dims})")
+    require_usable(config.run.folder)
+    point = resume_point(config.run.folder, config.checkpoint.load_step, resolved.fingerprint)
+    done = point.state.step if point else 0
+    _line("run folder", _start(config, point))
+    if done >= training.steps:
+        return _end()
+    text = load_text_format(config, resolved)
+    if point is not None:
+        require_same_tokenizer(point, config.tokenizer, text.tokenizer)
+    _line("tokenizer", f"{config.tokenizer.path or config.tokenizer.backend}, {text.tokenizer.vocab_size:,} tokens")
+    _line("weights", _weights(config, resolved, point))
+    with trial_stores(Path(config.data.store_folder)) as stores:
+        trial = replace(config, data=replace(config.data, store_folder=str(stores)))
+        data = _data(trial, text, point)
+    _line(
+        "steps",
+        f"{done + 1} to {training.steps}, each of {training.global_batch_size} samples of {training.seq_len} tokens, in "
+        f"{resolved.grad_accum} microbatches on each rank",
+    )
+    if data is not None:
+        _line("epochs", "; ".join(_epochs(config, data.datasets)))
+    _line("checkpoints", _checkpoints(config, resolved, done))
+    _line("evaluation", _evaluation(config, data))
+    fits = _plan(config, dims.world_size, ranks_per_node, device, training.steps - done)
+    return _end(fits)
+
+
+def _line(name: str, text: str) -> None:
+    print(f"{name:<14}{text}", flush=True)
+
+
+def _end(fits: bool = True) -> int:
+    print("dry run complete: nothing was written" + "; the run would not fit into memory" * (not fits), flush=True)
+    return 0 if fits else 1
+
+
+def _start(config: Config, point: ResumePoint | None) -> str:
+    """Return the run folder, and whether a run would resume. The latter also raises ConfigError, as a run would."""
+    folder, steps = config.run.folder, config.training.steps
+    if point is None:
+        return f"{folder}: a new run"
+    if point.state.step >= steps:
+        return f"{folder}: already finished at step {point.state.step}; raise --training.steps to continue"
+    rollback = ", after newer checkpoints are moved to a folder discarded-N" if point.rollback else ""
+    return f"{folder}: resumes from step {point.state.step}{rollback}"
+
+
+def _weights(config: Config, resolved: ResolvedRun, point: ResumePoint | None) -> str:
+    """Check the initial weights and the initial adapter, and return where the weights come from."""
+    origin = "random" if point is None else f"of {point.path}, which is intact"
+    if point is not None and config.lora.rank is None:
+        return origin
+    if not config.checkpoint.init_from:
+        return origin
+    model = meta_model(resolved.spec.model, resolved.sizes)
+    parameters = dict(model.named_parameters())
+    weights = check_initial_weights(
+        config.checkpoint, resolved.spec, resolved.sizes, parameters, resolved.parameter_names
+    )
+    if config.lora.init_from and point is None:
+        trained = resolved.trained.tensors(model)
+        tensors = {name: torch.empty(p.shape) for name, p in trained.items()}
+        load_adapter(config.lora, resolved.spec, resolved.sizes, tensors, trained, weights.digest())
+    origin = "" if point is None else f"{origin}, on the base model "
+    return f"{origin}{weights.description()}: names and shapes fit"
+
+
+# ---------------------------------------------------------------- data
+
+
+@dataclass(frozen=True)
+class _Data:
+    datasets: Datasets
+    eval_sets: list[EvalSet]
+
+
+def _data(config: Config, text: TextFormat, point: ResumePoint | None) -> _Data | None:
+    """Print the figures of the data, and return it, or None if a dataset is too large to be prepared here. config: with the
+    folder of the trial as store_folder."""
+    data, sets = config.data, config.evaluation.datasets
+    if large := large_datasets(data, sets, text.tokenizer):
+        for dataset in large:
+            _line("data", dataset.check_first_documents(text.tokenizer))
+        return None
+    datasets = prepare_and_open(config, text.tokenizer)
+    if point is not None:
+        require_unchanged_mixture(config, datasets, point.state)
+        require_compatible(point, {"data": datasets.name})
+    stores = _stores(config, text.tokenizer)
+    figures = split_figures(data, sets, stores, config.training, datasets.phases)
+    print(*table_lines(as_table(figures, data)), *refusals(data, sets, stores), "", sep="\n")
+    return _Data(datasets, build_eval_sets(datasets.evaluation, config.evaluation, text.tokenizer.text_bytes))
+
+
+def _stores(config: Config, tokenizer: Tokenizer) -> dict[str, Path]:
+    """Return the name of each dataset -> its store, which is prepared."""
+    configs = all_dataset_configs(config.data, config.evaluation.datasets)
+    return {name: prepare(dataset, config.tokenizer, tokenizer) for name, _, dataset in configs}
+
+
+def _epochs(config: Config, datasets: Datasets) -> Sequence[str]:
+    """Return how often the run reads each training dataset."""
+    counts = [0] * len(datasets.sizes)
+    num_samples = config.training.steps * config.training.global_batch_size
+    for i, phase in enumerate(datasets.phases):
+        stop = min(datasets.phases[i + 1].start if i + 1 < len(datasets.phases) else num_samples, num_samples)
+        if stop > phase.start:
+            consumed = phase.consumed(stop - phase.start).tolist()
+            counts = [count + more for count, more in zip(counts, consumed, strict=True)]
+    names = datasets.phases[0].names
+    return [
+        f"{count / size:.2f}" + (f" of {name}" if len(names) > 1 else "")
+        for name, count, size in zip(names, counts, datasets.sizes, strict=True)
+        if size
+    ]
+
+
+# ---------------------------------------------------------------- what the run writes
+
+
+def _checkpoints(config: Config, resolved: ResolvedRun, done: int) -> str:
+    checkpoint, folder = config.checkpoint, config.run.folder / "checkpoints"
+    if not checkpoint.enabled:
+        return "none"
+    check_disk(config, resolved.num_trained, done)
+    size = format_bytes(resolved.num_trained * state_bytes(config))
+    when = (
+        f"after every {checkpoint.interval_steps} steps and the last"
+        if checkpoint.interval_steps
+        else "after the last step"
+    )
+    count = remaining_checkpoints(checkpoint, done, config.training.steps)
+    kept = f", of which {checkpoint.keep} are kept" if checkpoint.keep else ""
+    return f"{count} of {size}, {when}{kept}; {format_bytes(disk_free(folder))} are free"
+
+
+def _evaluation(config: Config, data: _Data | None) -> str:
+    if not config.evaluation.interval_steps:
+        return "none"
+    when = f"after every {config.evaluation.interval_steps} steps and the last"
+    if data is None:
+        return when
+    return when + ": " + ", ".join(f"{s.name} ({s.num_samples} samples)" for s in data.eval_sets)
+
+
+# ---------------------------------------------------------------- memory and time
+
+
+def _plan(config: Config, world_size: int, ranks_per_node: int, device: torch.device, steps: int) -> bool:
+    """Print the planned memory and time. Return false if the memory exceeds that of this node. steps: number of steps to run."""
+    is_gpu = device.type != "cpu"
+    known = ACCELERATORS.get(devices.name(device))
+    machine = this_machine()
+    if is_gpu:
+        accelerator = known or replace(machine, memory_gib=(devices.memory_free(device) or 0) / GIB)
+    else:  # the ranks share the machine
+        share = {name: getattr(machine, name) / ranks_per_node for name in ("memory_gib", "memory_bandwidth")}
+        flops = {dtype: rate / ranks_per_node for dtype, rate in machine.flops.items()}
+        accelerator = replace(machine, flops=flops, host_memory_gib=share["memory_gib"], **share)
+    hardware = Hardware(world_size, accelerator, is_gpu, _GPU_RESERVE * is_gpu * (known is not None))
+    try:
+        plan = estimate(config, hardware)
+    except ConfigError as error:
+        if error.key != "activation_checkpoint.mode":
+            raise
+        _line("memory, time", f"{error.key} {error.message}")
+        return True
+    return _report_plan(plan, ranks_per_node, device, steps, is_rate_known=known is not None or not is_gpu)
+
+
+def _report_plan(plan: RunEstimate, ranks_per_node: int, device: torch.device, steps: int, is_rate_known: bool) -> bool:
+    peak = plan.largest.peak
+    if device.type == "cpu":
+        needed, free, place = peak * ranks_per_node, memory_available(), "this node"
+    else:
+        needed, free, place = peak, devices.memory_free(device), "the GPU"
+    fits = plan.fits and (free is None or needed <= free)
+    where = f"{format_bytes(peak)} at the peak of a rank (planned)"
+    _line("memory", where + ("" if free is None else f"; {format_bytes(free)} of {place} are free"))
+    if is_rate_known:
+        step_s = plan.slowest.total_s
+        rough = ", from typical rates of a CPU" if device.type == "cpu" else ""
+        text = f"{duration(steps * step_s)} for {steps} steps, {plan.tokens_per_second:,.0f} tokens/s (planned{rough})"
+        _line("time", f"{text}, without preparation, evaluation and checkpoints")
+    else:
+        _line("time", f"unknown, because the trainer has no figures for {devices.name(device)}")
+    return fits
