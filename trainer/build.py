@@ -29,12 +29,20 @@ from trainer.resilience.watchdog import Watchdog
 from trainer.run.metrics import Metrics
 from trainer.run.preflight import check_disk, check_memory
 from trainer.run.profiler import Profiler
-from trainer.run.resolve import ResolvedRun
-from trainer.run.run_folder import create_run_folder, log_summary, save_run_info, versions
+from trainer.run.resolve import ResolvedRun, require_profiled_step
+from trainer.run.run_folder import create_run_folder, log_data, log_summary, save_run_info, versions
 from trainer.run.sinks import build_sinks
 from trainer.run.sinks.sink import LoggedRun
 from trainer.run.text_format import load_text_format, require_same_tokenizer
-from trainer.run.training_data import TrainingData, partition_of_batch, prepare_and_open, require_unchanged_mixture
+from trainer.run.training_data import (
+    TrainingData,
+    epochs_of,
+    partition_of_batch,
+    prepare_and_open,
+    require_unchanged_mixture,
+    target_share,
+    with_steps,
+)
 from trainer.runtime import device as devices
 from trainer.runtime.distributed import run_on_rank_0
 from trainer.runtime.host_memory import keep_freed_memory
@@ -82,9 +90,11 @@ def build_trainer(
     model_parts = build_model_parts(config, resolved, meshes, backend)
     parameters = [parameter for part in model_parts.values() for parameter in part.parameters()]
     check_memory(config, resolved, parameters, device)
-    check_disk(config, resolved.num_trained, 0 if point is None else point.state.step)
 
     datasets = prepare_and_open(config, text.tokenizer)
+    config = with_steps(config, datasets, None if point is None else point.state)
+    require_profiled_step(config.profiling, config.training.steps)
+    check_disk(config, resolved.num_trained, 0 if point is None else point.state.step)
     if point is not None:
         require_unchanged_mixture(config, datasets, point.state)
     eval_sets = build_eval_sets(datasets.evaluation, config.evaluation, text.tokenizer.text_bytes)
@@ -110,8 +120,11 @@ def build_trainer(
     if point is not None:
         checkpoints.restore(point, state)
 
-    save_run_info(config, device)
-    log_summary(config, resolved, device, deterministic, _attention_kernels(config, resolved, device), datasets)
+    if state.step < config.training.steps:
+        save_run_info(config, device)
+    log_summary(config, resolved, device, deterministic, _attention_kernels(config, resolved, device))
+    share = run_on_rank_0(lambda: target_share(datasets.training))
+    log_data(config, resolved.grad_accum, datasets, epochs_of(config.training, datasets, state), share)
     stragglers = StragglerDetector(config.resilience.straggler_ratio, device)
     for part in model_parts.values():
         stragglers.time_blocks_of(part.get_submodule(resolved.plan.blocks))

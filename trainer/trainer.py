@@ -12,7 +12,7 @@ from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.resume import find_resume_point
 from trainer.config import Config
 from trainer.engine import Engine, StepResult
-from trainer.evaluate import Evaluator
+from trainer.evaluate import Evaluator, evaluation_line
 from trainer.optim.lr_schedule import learning_rate
 from trainer.resilience.guard import StepMonitor, StepOutcome, TrainingDiverged
 from trainer.resilience.stop_signals import StopRequest
@@ -20,6 +20,7 @@ from trainer.resilience.straggler import StragglerDetector
 from trainer.resilience.watchdog import Watchdog
 from trainer.run.metrics import Metrics
 from trainer.run.profiler import Profiler
+from trainer.run.run_folder import already_finished
 from trainer.run.training_data import TrainingData
 from trainer.runtime import device as devices
 from trainer.state import TrainState
@@ -49,6 +50,9 @@ class Trainer:
         """Train until training.steps are completed or any rank is asked to stop. Raises TrainingDiverged, SaveFailed or
         LoadingFailed."""
         start_s, state, steps = time.monotonic(), self.state, self.config.training.steps
+        if state.step and already_finished(self.config, state):
+            self.checkpoints.close()
+            return
         self.watchdog.start()
         batches = self._start()
         stopped = False
@@ -136,10 +140,12 @@ class Trainer:
         if self.checkpoints.best.dataset:
             self._wait_for_saves()
         devices.synchronize(self.engine.device)  # the section must not include the work of the step
+        objective = self.engine.objective
         with self.watchdog.evaluating():
             for dataset in self.evaluator.datasets:
                 with self.metrics.section("evaluation") as seconds:
                     result = self.evaluator.run(dataset, self.engine.forward_backward, self.watchdog.loading)
+                console.info(f"step {self.state.step} | {evaluation_line(dataset.name, result, objective)}")
                 record = {"kind": "eval", "step": self.state.step, "dataset": dataset.name} | result
                 self.metrics.log_event(record | {"evaluation_time_s": seconds()})
                 self.checkpoints.best.update(dataset.name, result["loss"])

@@ -115,7 +115,7 @@ COMMAND_LINES = {
     f"--checkpoint.init_from {__file__}": f"--checkpoint.init_from {__file__}: is a file, not a folder",
     "--data.held_out_fraction 0.9": "--data.held_out_fraction 0.9: must be at most 0.5",
     "--lr_schedule.name cosin": (
-        "--lr_schedule.name cosin: expected one of cosine, linear, warmup_stable_decay; did you mean 'cosine'?"
+        "--lr_schedule.name cosin: expected one of cosine, linear, warmup_stable_decay, constant; did you mean 'cosine'?"
     ),
     "--lr_schedule.decay_steps 5": (
         "--lr_schedule.decay_steps 5: has an effect only with [lr_schedule] name = warmup_stable_decay"
@@ -415,6 +415,27 @@ def test_help_and_errors_in_settings_import_neither_torch_nor_numpy(argv, code, 
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert output in done.stdout + done.stderr
+
+
+def test_the_length_of_a_run_on_the_command_line_replaces_the_one_in_the_file(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text("[training]\nsteps = 7\n")
+    by_epochs = load_config(["--config", str(file), "--training.epochs", "2"])
+    assert by_epochs.training.epochs == 2 and by_epochs.training.steps == 1000
+    file.write_text(to_toml(by_epochs))
+    assert load_config(["--config", str(file)]) == by_epochs
+    by_steps = load_config(["--config", str(file), "--training.steps", "5"])
+    assert by_steps.training.epochs is None and by_steps.training.steps == 5
+    assert load_config(["--config", str(file), "--training.epochs", "none"]).training.epochs is None
+
+
+def test_a_run_has_steps_or_epochs_but_not_both(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text("[training]\nsteps = 7\nepochs = 1.5\n")
+    message = "replaces [training] steps, but steps = 7 is set too; remove one of them"
+    assert error_of(["--config", str(file)]) == f"{file} [training] epochs = 1.5: {message}"
+    assert error_of(["--training.steps", "7", "--training.epochs", "3"]) == f"--training.epochs 3: {message}"
+    assert error_of(["--training.epochs", "0"]) == "--training.epochs 0: must be above 0"
 
 
 def test_reused_reserved_tokens_may_have_any_name_and_round_trip(tmp_path):

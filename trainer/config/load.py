@@ -56,6 +56,7 @@ def load_config(argv: Sequence[str], check_files: Collection[str] = FILE_SECTION
             origins[f"{setting.key}.{entry}"] = origin
         else:
             raise ConfigError("", f"{origin}: {entry!r} is not a valid name")
+    _prefer_flag(values["training"], origins)
     values["run"]["name"] = values["run"].get("name") or Path(file).stem
     defaults = Config()
     sections = {name: replace(getattr(defaults, name), **members) for name, members in values.items()}
@@ -66,6 +67,15 @@ def load_config(argv: Sequence[str], check_files: Collection[str] = FILE_SECTION
     except ConfigError as error:
         raise ConfigError("", config.explain(error)) from None
     return config
+
+
+def _prefer_flag(training: dict[str, Any], origins: dict[str, str]) -> None:
+    """Remove the file's number of steps if the command line gives epochs, and the file's epochs if it gives steps."""
+    for given, other in (("steps", "epochs"), ("epochs", "steps")):
+        key = f"training.{other}"
+        by_flag = origins.get(f"training.{given}", "").startswith("--") and training[given] is not None
+        if by_flag and key in origins and not origins[key].startswith("--"):
+            del training[other], origins[key]
 
 
 def _from_file(file: str) -> Iterator[tuple[Setting, str, Callable[[Any, Any], Any], Any, str]]:
@@ -212,6 +222,9 @@ def _rules(config: Config) -> Iterator[tuple[str, object, str]]:
     }
     for message, broken in incompatible.items():
         yield "optimizer.in_backward", optimizer.in_backward and broken, f"is incompatible with {message}"
+    has_steps = "training.steps" in config.origins or training.steps != settings()["training.steps"].default
+    message = f"replaces [training] steps, but steps = {training.steps} is set too; remove one of them"
+    yield "training.epochs", training.epochs is not None and has_steps, message
     yield "checkpoint.init_from", config.lora.rank and not config.checkpoint.init_from, "is required with [lora] rank"
     message = "cannot be combined with [lora] rank, which keeps the base model unchanged"
     yield "checkpoint.init_exclude", config.lora.rank and config.checkpoint.init_exclude, message

@@ -12,8 +12,9 @@ from trainer.config.schema import Config, ConfigError, toml_value
 def to_toml(config: Config) -> str:
     """Return the configuration as TOML, including defaults. Loading this text with load_config returns an equal configuration."""
     lines = []
+    omitted = {"training.steps"} if config.training.epochs is not None else set()  # a file has one of the two
     for section, members in groupby(settings().values(), attrgetter("section")):
-        entries = [f"{s.name} = {toml_value(config.value(s.key))}" for s in members]
+        entries = [f"{s.name} = {toml_value(config.value(s.key))}" for s in members if s.key not in omitted]
         lines += [f"[{section}]", *entries, ""]
     return "\n".join(lines)
 

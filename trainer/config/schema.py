@@ -209,6 +209,10 @@ class DataConfig:
 class TrainingConfig:
     steps: Steps = 1000
     """Number of optimizer steps of the run."""
+    epochs: Annotated[float | None, Constraint(exclusive_min=0, max=10**6, unit="epochs")] = None
+    """Length of the run in epochs instead of in steps; one epoch has as many samples as all training datasets together. The run
+    ends with the step that completes the last epoch. "none": `steps` is the length. On the command line, either of the two
+    replaces the other in the file."""
     seq_len: Annotated[int, Constraint(min=1, max=10**8, unit="tokens", fixed_on_resume=True)] = 2048
     """Number of tokens in a sample."""
     global_batch_size: Samples = 16
@@ -315,13 +319,13 @@ class PreferenceConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LrScheduleConfig:
-    name: Literal["cosine", "linear", "warmup_stable_decay"] = "cosine"
-    """Shape of the learning rate's decay after warm-up."""
+    name: Literal["cosine", "linear", "warmup_stable_decay", "constant"] = "cosine"
+    """Shape of the learning rate's decay after warm-up. "constant": no decay."""
     warmup_steps: StepsOrZero = 0
     """Number of steps of linear warm-up to the peak learning rate."""
     decay_steps: Annotated[StepsOrZero, Constraint(only_with="[lr_schedule] name = warmup_stable_decay")] = 0
-    """Number of steps of the final decay of "warmup_stable_decay". The other schedules decay over all steps after warm-up."""
-    min_lr_ratio: Fraction = 0.1
+    """Number of steps of the final decay of "warmup_stable_decay". "cosine" and "linear" decay over all steps after warm-up."""
+    min_lr_ratio: Annotated[Fraction, Constraint(used_with="[lr_schedule] name != constant")] = 0.1
     """Final learning rate, as a fraction of the peak learning rate."""
 
 
