@@ -2,6 +2,7 @@
 
     python scripts/checkpoint.py list outputs/debug
     python scripts/checkpoint.py inspect outputs/debug/checkpoints/step-00000300
+    python scripts/checkpoint.py verify outputs/debug@best
 
 The exit code is 1 if a checkpoint is damaged. Only `verify` reads whole files; `list` and `inspect` check names and sizes.
 """
@@ -26,14 +27,18 @@ from tqdm import tqdm
 from trainer.checkpoint import manifest
 from trainer.checkpoint.commit import parse_step
 from trainer.checkpoint.manifest import CorruptError
-from trainer.checkpoint.resume import LARGEST_STATE, check_train_state, list_checkpoints
+from trainer.checkpoint.resume import LARGEST_STATE, best_checkpoint, best_step, check_train_state, list_checkpoints
 from trainer.checkpoint.storage import read_index
 from trainer.config.command_line import Arguments, die, run_to_end
 from trainer.system.files import folder_error
+from trainer.system.paths import split_best
 
 
 def find_checkpoints(path: Path) -> list[Path]:
     """Return the checkpoint at `path`, or all checkpoints of the run at `path`. Raises ConfigError for an unreadable folder."""
+    run_folder, is_best = split_best(path)
+    if is_best:
+        return [best_checkpoint(run_folder / "checkpoints")]
     if parse_step(path.name) is not None or os.path.exists(path / manifest.NAME):
         return [path]
     return list_checkpoints(path / "checkpoints") or list_checkpoints(path)
@@ -47,6 +52,7 @@ def size_and_time(checkpoint: Path) -> str:
 
 def print_list(checkpoints: list[Path]) -> Iterator[bool]:
     """Print a line for each checkpoint and yield whether it is intact."""
+    best = best_step(checkpoints[0].parent)
     for checkpoint in checkpoints:
         size, problem, counts = "", "", []
         try:
@@ -54,6 +60,7 @@ def print_list(checkpoints: list[Path]) -> Iterator[bool]:
             metadata = manifest.read(checkpoint).metadata
             units = (("tokens_seen", "token"), ("world_size", "rank"))
             counts = [f"{metadata[key]:,} {unit}{'s' * (metadata[key] != 1)}" for key, unit in units if key in metadata]
+            counts += ["best"] * (parse_step(checkpoint.name) == best)
         except CorruptError as damage:
             problem = str(damage)
         except OSError as error:  # the checkpoint may have been removed meanwhile
@@ -106,9 +113,9 @@ def main() -> None:
     parser = Arguments(__doc__)
     command_help = "list: print the steps, newest first; verify: check all files; inspect: print metadata and tensors"
     parser.add_argument("command", choices=list(COMMANDS), help=command_help)
-    parser.add_argument("path", type=Path, help="run folder, its checkpoints/ folder, or one checkpoint")
+    parser.add_argument("path", type=Path, help="run folder, its checkpoints/ folder, one checkpoint, or RUN@best")
     args = parser.parse_args()
-    if problem := folder_error(args.path):
+    if problem := folder_error(split_best(args.path)[0]):
         die(f"{args.path}: {problem}")
     checkpoints = find_checkpoints(args.path)
     if not checkpoints:

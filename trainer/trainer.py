@@ -88,7 +88,7 @@ class Trainer:
             console.info(f"stopped at step {state.step} ({saved}){hint}")
             return
         if self.config.checkpoint.export_huggingface:
-            export_run(folder)
+            export_run(folder, self.config.checkpoint.export_checkpoint)
         console.info(f"done: step {steps}, {duration(time.monotonic() - start_s)}, {folder}")
 
     def train_step(self, batches: Iterator[Batch]) -> StepResult:
@@ -145,10 +145,10 @@ class Trainer:
             for dataset in self.evaluator.datasets:
                 with self.metrics.section("evaluation") as seconds:
                     result = self.evaluator.run(dataset, self.engine.forward_backward, self.watchdog.loading)
-                console.info(f"step {self.state.step} | {evaluation_line(dataset.name, result, objective)}")
+                best = "; best so far" * self.checkpoints.best.update(dataset.name, result["loss"])
+                console.info(f"step {self.state.step} | {evaluation_line(dataset.name, result, objective)}{best}")
                 record = {"kind": "eval", "step": self.state.step, "dataset": dataset.name} | result
                 self.metrics.log_event(record | {"evaluation_time_s": seconds()})
-                self.checkpoints.best.update(dataset.name, result["loss"])
 
     def save(self, outcome: StepOutcome, last: bool) -> None:
         """Start to save the state. Raises TrainingDiverged if the run ends after several non-finite steps in a row."""

@@ -344,6 +344,7 @@ ONLY_WITH = {
     "checkpoint.resize_embeddings": "[checkpoint] init_from",
     "checkpoint.init_exclude": "[checkpoint] init_from",
     "checkpoint.export_huggingface": "[checkpoint] enabled",
+    "checkpoint.export_checkpoint": "[checkpoint] export_huggingface",
     "checkpoint.load_step": "[checkpoint] enabled",
     "resilience.on_max_skips": "[checkpoint] enabled",
     "evaluation.keep_best_on": "[checkpoint] enabled",

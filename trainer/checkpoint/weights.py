@@ -25,6 +25,7 @@ from trainer.runtime.dtensor import local_region
 from trainer.system import console
 from trainer.system.files import digest, digest_of, folder_error
 from trainer.system.model_folder import folder_problem, unread_weights
+from trainer.system.paths import split_best
 
 _ROWS = 4096  # maximum number of rows read at once
 
@@ -134,9 +135,13 @@ class WeightSource:
 
 
 def resolve_checkpoint(folder: Path) -> Path:
-    """Return the newest checkpoint if `folder` is a run folder, otherwise `folder`. Raises ConfigError if it is not a folder."""
+    """Return the newest checkpoint if `folder` is a run folder, its best one if the path ends in @best, otherwise `folder`.
+    Raises ConfigError if it is not a folder, or if the run has no best checkpoint."""
+    folder, is_best = split_best(folder)
     if problem := folder_error(folder):
         raise ConfigError("", f"{folder}: {problem}")
+    if is_best:
+        return resume.best_checkpoint(folder / "checkpoints")
     steps = resume.list_checkpoints(folder / "checkpoints")
     return steps[0] if steps else folder
 

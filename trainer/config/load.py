@@ -15,7 +15,7 @@ from trainer.config.fields import Setting, coerce, did_you_mean, parse_text, ran
 from trainer.config.packages import is_installed
 from trainer.config.schema import Config, ConfigError, toml_value
 from trainer.system.files import folder_error
-from trainer.system.paths import exists
+from trainer.system.paths import exists, split_best
 
 DEFAULT_CONFIG = Path(__file__).parents[2] / "train_configs" / "debug.toml"
 
@@ -228,6 +228,9 @@ def _rules(config: Config) -> Iterator[tuple[str, object, str]]:
     yield "checkpoint.init_from", config.lora.rank and not config.checkpoint.init_from, "is required with [lora] rank"
     message = "cannot be combined with [lora] rank, which keeps the base model unchanged"
     yield "checkpoint.init_exclude", config.lora.rank and config.checkpoint.init_exclude, message
+    message = "best needs [evaluation] keep_best_on, which chooses the best checkpoint"
+    yield "checkpoint.export_checkpoint", _wants_best(config.checkpoint.export_checkpoint, config), message
+    yield "checkpoint.load_step", _wants_best(config.checkpoint.load_step, config), message
     rolls_back = config.resilience.on_loss_spike == "rollback" and not config.checkpoint.enabled
     yield "resilience.on_loss_spike", rolls_back, "rollback needs [checkpoint] enabled = true"
     sinks = set(config.metrics.sinks)
@@ -240,6 +243,11 @@ def _rules(config: Config) -> Iterator[tuple[str, object, str]]:
     yield "resilience.hang_timeout_s", config.resilience.hang_timeout_s >= limit, message
     undecayed = config.lr_schedule.name == "warmup_stable_decay" and not config.lr_schedule.decay_steps
     yield "lr_schedule.decay_steps", undecayed, "must be at least 1 with name = warmup_stable_decay"
+
+
+def _wants_best(value: int | str, config: Config) -> bool:
+    """Return whether a setting chooses the best checkpoint of a run that tracks none."""
+    return value == "best" and not config.evaluation.keep_best_on
 
 
 def _preference_rules(config: Config) -> Iterator[tuple[str, object, str]]:
@@ -281,7 +289,7 @@ def _holds(condition: str, config: Config) -> bool:
 
 def _check_files(config: Config, sections: Collection[str]) -> None:
     for section, key in (("checkpoint", "checkpoint.init_from"), ("lora", "lora.init_from")):
-        if section in sections and config.value(key) and (message := folder_error(config.value(key))):
+        if section in sections and config.value(key) and (message := folder_error(split_best(config.value(key))[0])):
             raise ConfigError(key, message)
     tokenizer = config.tokenizer
     is_folder = tokenizer.backend == "huggingface" and os.path.isdir(tokenizer.path)

@@ -284,7 +284,7 @@ class LoraConfig:
     """Initial values of the first matrix: "kaiming": uniform up to 1 / sqrt(inputs); "gaussian": normal, with standard deviation
     1 / rank. The second matrix starts at zero."""
     init_from: Annotated[str, ADAPTED] = ""
-    """Path of an adapter to continue with: a run folder, a checkpoint, or a folder written by the package peft."""
+    """Path of an adapter to continue with: a run folder (or RUN_FOLDER@best), a checkpoint, or a folder of the package peft."""
     dtype: Annotated[Literal["fp32", "bf16"], ADAPTED, FIXED] = "fp32"
     """Precision of the trained parameters between steps. Frozen parameters have [training] parameter_dtype."""
 
@@ -412,11 +412,14 @@ class CheckpointConfig:
     on_failure: Annotated[Literal["continue", "stop"], SAVING] = "continue"
     """Action after a failed save (for example, on a full disk). "continue": log a warning and save again at the next interval;
     "stop": end the run. In both cases, the last save of a run must succeed."""
-    load_step: Annotated[StepsOrZero, Constraint(only_with="[checkpoint] enabled")] = 0
-    """Step to roll back to. The first start with this value moves newer checkpoints of the run to discarded-N/. 0: resume from
-    the latest checkpoint."""
+    load_step: Annotated[
+        int | Literal["best"], Constraint(min=0, max=10**12, unit="steps", only_with="[checkpoint] enabled")
+    ] = 0
+    """Step to roll back to, or "best": that of the best checkpoint. The first start with this value moves the run's newer
+    checkpoints to discarded-N/. 0: resume from the latest checkpoint."""
     init_from: str = ""
-    """Path of a new run's initial weights: a run folder, checkpoint or Hugging Face model folder. Empty: random weights."""
+    """Path of a new run's initial weights: a run folder (its newest checkpoint; with @best at the end of the path, its best one),
+    checkpoint or Hugging Face model folder. Empty: random weights."""
     resize_embeddings: Annotated[bool, INITIALIZED] = False
     """Whether to accept weights with a smaller vocabulary. New embedding and output rows become the mean of the loaded rows."""
     init_exclude: Annotated[tuple[str, ...], INITIALIZED] = ()
@@ -424,6 +427,10 @@ class CheckpointConfig:
     export_huggingface: Annotated[bool, Constraint(only_with="[checkpoint] enabled")] = False
     """Whether to also write the model to the run folder in Hugging Face format after the last step; with [lora] rank, only the
     adapter, in the format of the package peft."""
+    export_checkpoint: Annotated[Literal["last", "best"], Constraint(only_with="[checkpoint] export_huggingface")] = (
+        "last"
+    )
+    """Checkpoint that export_huggingface writes: that of the last step, or the best one by [evaluation] keep_best_on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -435,7 +442,8 @@ class EvaluationConfig:
     datasets: Annotated[Mapping[str, str], PER_NODE] = field(default_factory=dict)
     """Datasets used for evaluation only, in addition to held-out documents: datasets = { wiki = "jsonl:/data/wiki.jsonl" }."""
     keep_best_on: Annotated[str, Constraint(only_with="[checkpoint] enabled")] = ""
-    """Name of an evaluation dataset. The checkpoint with the lowest loss on this dataset is always kept."""
+    """Name of an evaluation dataset. The checkpoint with the lowest loss on this dataset is always kept. It is the run's best
+    checkpoint, which commands and settings find as RUN_FOLDER@best."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -103,7 +103,7 @@ def release_if_empty(folder: Path, lock: TextIO | None) -> None:
             folder.rmdir()
 
 
-def resume_point(folder: Path, load_step: int, fingerprint: Mapping[str, Any]) -> ResumePoint | None:
+def resume_point(folder: Path, load_step: int | str, fingerprint: Mapping[str, Any]) -> ResumePoint | None:
     """Return the checkpoint to resume from, or None for a new run.
 
     Args:
@@ -128,7 +128,7 @@ def already_finished(config: Config, state: TrainState) -> bool:
     length = "epochs" if "training.epochs" in config.origins else "steps"
     console.info(f"{config.run.name} already finished at step {state.step}; raise --training.{length} to continue")
     if config.checkpoint.export_huggingface:
-        export_run(config.run.folder, skip_existing=True)
+        export_run(config.run.folder, config.checkpoint.export_checkpoint, skip_existing=True)
     return True
 
 

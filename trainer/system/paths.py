@@ -5,7 +5,10 @@ import glob
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
+BEST = "@best"
+"""End of a path that stands for the best checkpoint of the run folder before it."""
 _NEVER_DATA = ("__MACOSX", "_temporary")
 """Folders with another program's files: attributes of files in archives of macOS, unfinished output of Spark and Hadoop."""
 
@@ -20,6 +23,13 @@ class Remarks:
     """Links that were not followed, because they lead to a folder that contains them."""
     literal: list[str] = field(default_factory=list)
     """Existing paths whose name, as a pattern, would match other names too."""
+
+
+def split_best(path: str | Path) -> tuple[Path, bool]:
+    """Return a path without BEST, and whether it ended so. A folder with such a name is meant itself."""
+    text = str(path)
+    is_best = text.endswith(BEST) and not os.path.lexists(text)
+    return Path(text.removesuffix(BEST) if is_best else text), is_best
 
 
 def unreadable(error: OSError, path: str = "") -> str:
