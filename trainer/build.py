@@ -22,6 +22,7 @@ from trainer.initial_model import InitialModel
 from trainer.objective.objective import Objective
 from trainer.parallel.attention import CPU_BACKEND, GPU_BACKEND, kernel_name
 from trainer.parallel.mesh import Meshes
+from trainer.resilience.early_stopping import EarlyStopping
 from trainer.resilience.guard import StepMonitor
 from trainer.resilience.stop_signals import StopRequest
 from trainer.resilience.straggler import StragglerDetector
@@ -138,6 +139,7 @@ def build_trainer(
         data=TrainingData(config, datasets, partition, device, stop),
         evaluator=Evaluator(config.evaluation, eval_sets, partition, device, config.training.steps),
         checkpoints=checkpoints,
+        early_stopping=EarlyStopping(config.evaluation, checkpoints.best.identity),
         monitor=StepMonitor(config.resilience, engine.optimizer.device),
         metrics=Metrics(config.metrics, config.training, resolved, device, engine.phases, sinks),
         stragglers=stragglers,

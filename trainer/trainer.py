@@ -14,6 +14,7 @@ from trainer.config import Config
 from trainer.engine import Engine, StepResult
 from trainer.evaluate import Evaluator, evaluation_line
 from trainer.optim.lr_schedule import learning_rate
+from trainer.resilience.early_stopping import EarlyStopping
 from trainer.resilience.guard import StepMonitor, StepOutcome, TrainingDiverged
 from trainer.resilience.stop_signals import StopRequest
 from trainer.resilience.straggler import StragglerDetector
@@ -25,6 +26,7 @@ from trainer.run.training_data import TrainingData
 from trainer.runtime import device as devices
 from trainer.state import TrainState
 from trainer.system import console
+from trainer.system.paths import BEST
 from trainer.system.units import duration
 
 
@@ -38,6 +40,7 @@ class Trainer:
     data: TrainingData
     evaluator: Evaluator
     checkpoints: CheckpointManager
+    early_stopping: EarlyStopping
     monitor: StepMonitor
     metrics: Metrics
     stragglers: StragglerDetector
@@ -47,25 +50,24 @@ class Trainer:
     """Whether this rank was asked to stop."""
 
     def train(self) -> None:
-        """Train until training.steps are completed or any rank is asked to stop. Raises TrainingDiverged, SaveFailed or
-        LoadingFailed."""
+        """Train until training.steps are completed, the evaluation loss no longer falls, or any rank is asked to stop. Raises
+        TrainingDiverged, SaveFailed or LoadingFailed."""
         start_s, state, steps = time.monotonic(), self.state, self.config.training.steps
-        if state.step and already_finished(self.config, state):
+        if already_finished(self.config, state, self.early_stopping.reason(state)):
             self.checkpoints.close()
             return
         self.watchdog.start()
         batches = self._start()
-        stopped = False
+        ended = False
         try:
-            while state.step < steps and not stopped:
+            while state.step < steps and not ended:
                 result = self.train_step(batches)
                 due = any(part.due(state.step) for part in (self.metrics, self.evaluator, self.checkpoints))
                 verdict = self.monitor.observe(state, result.outcome, now=due)
                 if verdict.roll_back:
                     batches = self.roll_back(verdict.roll_back)
                     continue
-                stopped = verdict.stop
-                self._after_step(verdict.outcome, result, last=stopped or state.step == steps)
+                ended = self._after_step(verdict.outcome, result, verdict.stop)
             self._wait_for_saves()
             if self.profiler.recording:
                 self._profile(self.profiler.stop)
@@ -79,17 +81,25 @@ class Trainer:
             self.watchdog.close()
             self.checkpoints.close()
             self.metrics.close()
-        folder = self.config.run.folder
-        if state.step < steps:
+        self._finish(time.monotonic() - start_s)
+
+    def _finish(self, seconds: float) -> None:
+        """Log how the run has ended, and export the model of a run that is complete."""
+        folder, step = self.config.run.folder, self.state.step
+        reason, is_complete = self.early_stopping.reason(self.state), step == self.config.training.steps
+        if reason and not is_complete:
+            best = f"; the best checkpoint is {folder}{BEST}, of step {self.checkpoints.best.step}"
+            console.info(f"stopped early: {reason}{best * bool(self.checkpoints.best.step)}")
+        elif not is_complete:
             if self.config.checkpoint.enabled:
                 saved, hint = "checkpoint saved", "; rerun the same command to resume"
             else:
                 saved, hint = "no checkpoint saved, because [checkpoint] enabled = false", ""
-            console.info(f"stopped at step {state.step} ({saved}){hint}")
+            console.info(f"stopped at step {step} ({saved}){hint}")
             return
         if self.config.checkpoint.export_huggingface:
             export_run(folder, self.config.checkpoint.export_checkpoint)
-        console.info(f"done: step {steps}, {duration(time.monotonic() - start_s)}, {folder}")
+        console.info(f"done: step {step}, {duration(seconds)}, {folder}")
 
     def train_step(self, batches: Iterator[Batch]) -> StepResult:
         """Run one optimizer step."""
@@ -107,13 +117,13 @@ class Trainer:
         self.watchdog.after_step(self.state.step)
         return result
 
-    def _after_step(self, outcome: StepOutcome | None, result: StepResult, last: bool) -> None:
-        """Log, evaluate and save, each only if it is due.
+    def _after_step(self, outcome: StepOutcome | None, result: StepResult, asked_to_stop: bool) -> bool:
+        """Log, evaluate and save, each only if it is due. Return whether the run ends after this step.
 
         Args:
             outcome: Outcome of the step. None if nothing is due.
             result: Result of the step.
-            last: Whether the run ends after this step.
+            asked_to_stop: Whether any rank was asked to stop.
         """
         step = self.state.step
         if self.metrics.due(step):
@@ -122,12 +132,14 @@ class Trainer:
                 self.metrics.log_event({"kind": "straggler", "step": step} | straggler)
         if self.evaluator.due(step):
             self.evaluate()
+        last = asked_to_stop or step == self.config.training.steps or bool(self.early_stopping.reason(self.state))
         if last or self.checkpoints.due(step):
             if not self.metrics.due(step):  # a run that resumes from this checkpoint records only later steps
                 self._log_step(outcome, result)
             self.save(outcome, last)
         else:
             self.metrics.log_saves(self.checkpoints.poll())
+        return last
 
     def _log_step(self, outcome: StepOutcome, result: StepResult) -> None:
         objective = self.engine.objective
@@ -145,6 +157,7 @@ class Trainer:
             for dataset in self.evaluator.datasets:
                 with self.metrics.section("evaluation") as seconds:
                     result = self.evaluator.run(dataset, self.engine.forward_backward, self.watchdog.loading)
+                self.early_stopping.observe(self.state, dataset.name, result["loss"])
                 best = "; best so far" * self.checkpoints.best.update(dataset.name, result["loss"])
                 console.info(f"step {self.state.step} | {evaluation_line(dataset.name, result, objective)}{best}")
                 record = {"kind": "eval", "step": self.state.step, "dataset": dataset.name} | result

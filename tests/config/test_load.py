@@ -348,6 +348,8 @@ ONLY_WITH = {
     "checkpoint.load_step": "[checkpoint] enabled",
     "resilience.on_max_skips": "[checkpoint] enabled",
     "evaluation.keep_best_on": "[checkpoint] enabled",
+    "evaluation.early_stopping_patience": "[evaluation] keep_best_on",
+    "evaluation.early_stopping_min_delta": "[evaluation] early_stopping_patience",
     "profiling.num_steps": "[profiling] first_step",
     "profiling.rank": "[profiling] first_step",
     "profiling.memory_snapshot": "[profiling] first_step",

@@ -444,6 +444,15 @@ class EvaluationConfig:
     keep_best_on: Annotated[str, Constraint(only_with="[checkpoint] enabled")] = ""
     """Name of an evaluation dataset. The checkpoint with the lowest loss on this dataset is always kept. It is the run's best
     checkpoint, which commands and settings find as RUN_FOLDER@best."""
+    early_stopping_patience: Annotated[
+        int, Constraint(min=0, max=10**6, unit="evaluations", only_with="[evaluation] keep_best_on")
+    ] = 0
+    """Number of evaluations in a row in which the loss on keep_best_on does not fall, after which the run ends, with a checkpoint
+    and as after its last step. 0: never."""
+    early_stopping_min_delta: Annotated[
+        float, Constraint(min=0, max=1000, only_with="[evaluation] early_stopping_patience")
+    ] = 0.0
+    """Decrease below the lowest loss so far that a falling loss must exceed."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -120,13 +120,24 @@ def resume_point(folder: Path, load_step: int | str, fingerprint: Mapping[str, A
     return saved
 
 
-def already_finished(config: Config, state: TrainState) -> bool:
-    """Return whether the run has no step left. If so, log it, and write the export if it is missing. Epochs are steps only once
-    the data is open: until then, the function returns False."""
-    if config.training.epochs is not None or state.step < config.training.steps:
+def already_finished(config: Config, state: TrainState, stopped_early: str = "") -> bool:
+    """Return whether the run has no step left. If so, log it, and write the export if it is missing.
+
+    Args:
+        config: Epochs are steps only once the data is open: until then, the function returns False.
+        state: Progress of the run.
+        stopped_early: Why the run has ended before its last step, or "".
+    """
+    if not state.step or config.training.epochs is not None:
         return False
-    length = "epochs" if "training.epochs" in config.origins else "steps"
-    console.info(f"{config.run.name} already finished at step {state.step}; raise --training.{length} to continue")
+    if state.step >= config.training.steps:
+        length = "epochs" if "training.epochs" in config.origins else "steps"
+        console.info(f"{config.run.name} already finished at step {state.step}; raise --training.{length} to continue")
+    elif stopped_early:
+        advice = "raise --evaluation.early_stopping_patience, or set it to 0, to continue"
+        console.info(f"{config.run.name} already stopped early at step {state.step}: {stopped_early}; {advice}")
+    else:
+        return False
     if config.checkpoint.export_huggingface:
         export_run(config.run.folder, config.checkpoint.export_checkpoint, skip_existing=True)
     return True
