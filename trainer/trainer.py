@@ -13,6 +13,7 @@ from trainer.checkpoint.resume import find_resume_point
 from trainer.config import Config
 from trainer.engine import Engine, StepResult
 from trainer.evaluate import Evaluator, evaluation_line
+from trainer.inference.samples import SampleGenerator
 from trainer.optim.lr_schedule import learning_rate
 from trainer.resilience.early_stopping import EarlyStopping
 from trainer.resilience.guard import StepMonitor, StepOutcome, TrainingDiverged
@@ -39,6 +40,7 @@ class Trainer:
     engine: Engine
     data: TrainingData
     evaluator: Evaluator
+    samples: SampleGenerator
     checkpoints: CheckpointManager
     early_stopping: EarlyStopping
     monitor: StepMonitor
@@ -62,7 +64,7 @@ class Trainer:
         try:
             while state.step < steps and not ended:
                 result = self.train_step(batches)
-                due = any(part.due(state.step) for part in (self.metrics, self.evaluator, self.checkpoints))
+                due = any(part.due(state.step) for part in self._parts)
                 verdict = self.monitor.observe(state, result.outcome, now=due)
                 if verdict.roll_back:
                     batches = self.roll_back(verdict.roll_back)
@@ -132,7 +134,10 @@ class Trainer:
                 self.metrics.log_event({"kind": "straggler", "step": step} | straggler)
         if self.evaluator.due(step):
             self.evaluate()
-        last = asked_to_stop or step == self.config.training.steps or bool(self.early_stopping.reason(self.state))
+        stops_early = bool(self.early_stopping.reason(self.state))
+        if self.samples.due(step) or (stops_early and self.samples.prompts):
+            self.sample()
+        last = asked_to_stop or step == self.config.training.steps or stops_early
         if last or self.checkpoints.due(step):
             if not self.metrics.due(step):  # a run that resumes from this checkpoint records only later steps
                 self._log_step(outcome, result)
@@ -162,6 +167,14 @@ class Trainer:
                 console.info(f"step {self.state.step} | {evaluation_line(dataset.name, result, objective)}{best}")
                 record = {"kind": "eval", "step": self.state.step, "dataset": dataset.name} | result
                 self.metrics.log_event(record | {"evaluation_time_s": seconds()})
+
+    def sample(self) -> None:
+        """Generate a text from each prompt, and record the texts."""
+        devices.synchronize(self.engine.device)  # the section must not include the work of the step
+        with self.watchdog.evaluating(), self.metrics.section("samples") as seconds:
+            texts = self.samples.run(self.engine.forward_backward, self.watchdog.loading)
+        record = {"kind": "samples", "step": self.state.step, "samples": texts}
+        self.metrics.log_event(record | {"samples_time_s": seconds()})
 
     def save(self, outcome: StepOutcome, last: bool) -> None:
         """Start to save the state. Raises TrainingDiverged if the run ends after several non-finite steps in a row."""
@@ -193,6 +206,11 @@ class Trainer:
             state.rollbacks, state.skipped_samples = rollbacks + 1, skipped_samples
             state.skip(start, stop)
         return self._start()
+
+    @property
+    def _parts(self) -> tuple[Metrics, Evaluator, SampleGenerator, CheckpointManager]:
+        """What is done after some steps."""
+        return self.metrics, self.evaluator, self.samples, self.checkpoints
 
     def _start(self) -> Iterator[Batch]:
         self.metrics.rewind(self.state.step)

@@ -350,6 +350,10 @@ ONLY_WITH = {
     "evaluation.keep_best_on": "[checkpoint] enabled",
     "evaluation.early_stopping_patience": "[evaluation] keep_best_on",
     "evaluation.early_stopping_min_delta": "[evaluation] early_stopping_patience",
+    **{
+        f"samples.{name}": "[samples] prompts"
+        for name in ("interval_steps", "max_new_tokens", "temperature", "top_k", "top_p", "seed")
+    },
     "profiling.num_steps": "[profiling] first_step",
     "profiling.rank": "[profiling] first_step",
     "profiling.memory_snapshot": "[profiling] first_step",
@@ -439,6 +443,18 @@ def test_a_run_has_steps_or_epochs_but_not_both(tmp_path):
     assert error_of(["--config", str(file)]) == f"{file} [training] epochs = 1.5: {message}"
     assert error_of(["--training.steps", "7", "--training.epochs", "3"]) == f"--training.epochs 3: {message}"
     assert error_of(["--training.epochs", "0"]) == "--training.epochs 0: must be above 0"
+
+
+def test_prompts_contain_commas_spaces_and_line_breaks(tmp_path):
+    prompts = ("Hello, world ", "def f():\n\treturn ")
+    config = load_config(["--samples.prompts", toml_value(prompts)])
+    assert config.samples.prompts == prompts
+    file = tmp_path / "run.toml"
+    file.write_text(to_toml(config))
+    assert load_config(["--config", str(file)]) == config
+    assert load_config(["--samples.prompts", "one,two"]).samples.prompts == ("one", "two")
+    assert error_of(["--samples.prompts", "a\x1b"]).endswith(": must be printable text")
+    assert error_of(["--samples.seed", "3"]) == "--samples.seed 3: has an effect only with [samples] prompts"
 
 
 def test_reused_reserved_tokens_may_have_any_name_and_round_trip(tmp_path):

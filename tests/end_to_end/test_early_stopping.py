@@ -1,6 +1,7 @@
-"""Epochs, early stopping and the best checkpoint: equal on every layout, after a resume and after a rollback."""
+"""Epochs, early stopping, the best checkpoint and samples: equal on every layout, after a resume and after a rollback."""
 
 import json
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -11,6 +12,7 @@ from trainer.checkpoint.resume import best_step
 from trainer.config import EvaluationConfig
 from trainer.resilience.early_stopping import EarlyStopping
 from trainer.state import TrainState
+from trainer.system import console
 
 SETTINGS = {
     "training.epochs": "0.15",  # of 743 samples: 14 steps
@@ -20,6 +22,9 @@ SETTINGS = {
     "evaluation.max_samples": "16",
     "evaluation.keep_best_on": "held_out",
     "evaluation.early_stopping_patience": "2",
+    "samples.prompts": "the ,of and,to be",  # more than the rows of one rank's microbatch
+    "samples.interval_steps": "2",
+    "samples.max_new_tokens": "5",
     "checkpoint.interval_steps": "3",
     "checkpoint.keep": "1",
 }
@@ -28,7 +33,8 @@ LAYOUTS = ["dp_shard", "tp", "pp", "cp"]
 
 
 def train(argv, stop_after=0, faulty=()):
-    """Train until the run ends by itself, or is asked to stop. Return its number of steps, and the last one.
+    """Train until the run ends by itself, or is asked to stop. Return its number of steps, the last one, and what it has
+    logged in between.
 
     Args:
         argv: Command line.
@@ -36,6 +42,7 @@ def train(argv, stop_after=0, faulty=()):
         faulty: Steps in which the gradients are not finite, until a rollback.
     """
     trainer = trainer_from(combine(argv))
+    info = console.info
     engine, state, clip = trainer.engine, trainer.state, trainer.engine.optimizer.clip
 
     def faulty_clip(max_norm, vote):
@@ -44,8 +51,9 @@ def train(argv, stop_after=0, faulty=()):
         return clip(max_norm, vote or state.step + 1 == stop_after)
 
     engine.optimizer.clip = faulty_clip
-    trainer.train()
-    return trainer.config.training.steps, state.step
+    with mock.patch.object(console, "info", side_effect=info) as logged:
+        trainer.train()
+    return trainer.config.training.steps, state.step, [call.args[0] for call in logged.call_args_list]
 
 
 def saved_state(folder):
@@ -69,8 +77,9 @@ def assert_state_follows_from_the_records(folder):
 @pytest.fixture(scope="module")
 def on_one_rank(ranks, tiny, tmp_path_factory):
     folder = tmp_path_factory.mktemp("one") / "run"
-    ((steps, last),) = ranks(1).run(train, [*tiny, *in_folder(folder), *ARGV])
+    ((steps, last, _),) = ranks(1).run(train, [*tiny, *in_folder(folder), *ARGV])
     assert steps == 14 and last < 14
+    assert [r["step"] for r in records(folder, "samples")] == list(range(2, last + 1, 2))
     assert_state_follows_from_the_records(folder)
     return folder
 
@@ -78,6 +87,8 @@ def on_one_rank(ranks, tiny, tmp_path_factory):
 def assert_same_end(one, other):
     for kind in ("train", "eval"):
         assert largest_deviation(records(one, kind), records(other, kind), "loss") < 1e-4
+    texts = [[(r["step"], r["samples"]) for r in records(folder, "samples")] for folder in (one, other)]
+    assert texts[0] == texts[1]
     rates = [[r["learning_rate"] for r in records(folder)] for folder in (one, other)]
     assert rates[0] == rates[1]
     assert saved_state(one).early_stopping[2] == saved_state(other).early_stopping[2]
@@ -100,21 +111,20 @@ def test_a_run_that_is_stopped_and_resumed_on_another_layout_ends_at_the_same_st
     assert_same_end(on_one_rank, tmp_path / "run")
 
 
-def test_a_run_that_has_stopped_early_says_so_and_continues_with_more_patience(ranks, tiny, tmp_path, capfd):
+def test_a_run_that_has_stopped_early_says_so_and_continues_with_more_patience(ranks, tiny, tmp_path):
     argv = [*tiny, *in_folder(tmp_path / "run"), *ARGV]
-    ((_, last),) = ranks(1).run(train, argv)
-    out = capfd.readouterr().out
+    ((_, last, lines),) = ranks(1).run(train, argv)
     folder = tmp_path / "run"
     reason = f"the loss on held_out has not fallen below {saved_state(folder).early_stopping[1]:.4f} in 2 evaluations"
     best = f"the best checkpoint is {folder}@best, of step {best_step(folder / 'checkpoints')}"
-    assert f"stopped early: {reason}; {best}\n" in out
-    assert f"done: step {last}, " in out
+    assert lines[-2] == f"stopped early: {reason}; {best}"
+    assert lines[-1].startswith(f"done: step {last}, ")
     before = (folder / "metrics.jsonl").read_bytes()
-    assert ranks(1).run(train, argv) == [(14, last)]
     advice = "raise --evaluation.early_stopping_patience, or set it to 0, to continue"
-    assert f"run already stopped early at step {last}: {reason}; {advice}\n" in capfd.readouterr().out
+    expected = f"run already stopped early at step {last}: {reason}; {advice}"
+    assert ranks(1).run(train, argv) == [(14, last, [expected])]
     assert (folder / "metrics.jsonl").read_bytes() == before
-    assert ranks(1).run(train, [*argv, "--evaluation.early_stopping_patience", "9"]) == [(14, 14)]
+    assert ranks(1).run(train, [*argv, "--evaluation.early_stopping_patience", "9"])[0][:2] == (14, 14)
 
 
 def test_a_rollback_forgets_the_evaluations_that_it_discards(ranks, tiny, tmp_path):

@@ -40,6 +40,8 @@ class Constraint:
     """Whether the saved state depends on the setting. If so, a run can resume only with the value in the checkpoint."""
     per_node: bool = False
     """Whether the nodes of one run may have different values."""
+    multiline: bool = False
+    """Whether a text may contain line breaks and tabs."""
     free_keys: bool = False
     """Whether the keys of the table may be any printable text."""
     only_with: str = ""
@@ -58,6 +60,7 @@ NAMED_MODEL = Constraint(used_with="empty [model] huggingface")
 INITIALIZED = Constraint(only_with="[checkpoint] init_from")
 ADAPTED = Constraint(only_with="[lora] rank")
 SENT = Constraint(only_with="[metrics] sinks = wandb or mlflow or trackio")
+PROMPTED = Constraint(only_with="[samples] prompts")
 PREFERRED = Constraint(only_with="[preference] loss != none")
 
 Count = Annotated[int, Constraint(min=1, max=4096)]
@@ -456,6 +459,25 @@ class EvaluationConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SamplesConfig:
+    prompts: Annotated[tuple[str, ...], Constraint(multiline=True)] = ()
+    """Texts that the model continues during training, to show what it has learned: ["def ", "import "]. If the run trains on
+    conversations, each is a user's message. Each new token costs one forward over a microbatch. Empty: no samples."""
+    interval_steps: Annotated[StepsOrZero, PROMPTED] = 0
+    """Number of steps between samples. Samples also follow the last step. 0: only these."""
+    max_new_tokens: Annotated[int, PROMPTED, Constraint(min=1, max=10**6, unit="tokens")] = 64
+    """Maximum number of tokens of a text. Prompt and text have at most [training] seq_len tokens together."""
+    temperature: Annotated[float, PROMPTED, Constraint(min=0, max=1000)] = 0.8
+    """Divisor of the logits. 0: always the most likely token."""
+    top_k: Annotated[int, PROMPTED, Constraint(min=0, max=10**9)] = 0
+    """Number of most likely tokens from which the next one is sampled; 0: all."""
+    top_p: Annotated[float, PROMPTED, Constraint(exclusive_min=0, max=1)] = 1.0
+    """Total probability of the most likely tokens from which the next one is sampled."""
+    seed: Annotated[int, PROMPTED, Constraint(min=0, max=2**63 - 1)] = 0
+    """Seed of the sampling, the same for each prompt and each time."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class MetricsConfig:
     interval_steps: Steps = 10
     """Number of steps between metrics records. The first and the last step are always recorded."""
@@ -538,6 +560,7 @@ class Config:
     compile: CompileConfig = field(default_factory=CompileConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    samples: SamplesConfig = field(default_factory=SamplesConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     profiling: ProfilingConfig = field(default_factory=ProfilingConfig)
     resilience: ResilienceConfig = field(default_factory=ResilienceConfig)

@@ -47,7 +47,7 @@ class RemainingTime:
 
 
 class Console:
-    """A line for each training record."""
+    """A line for each training record, and the samples."""
 
     def __init__(self, run: LoggedRun):
         self.steps = run.steps
@@ -56,6 +56,10 @@ class Console:
     def write(self, record: dict[str, Any]) -> None:
         if record["kind"] == "train":
             console.info(self._line(record))
+        elif record["kind"] == "samples":
+            for sample in record["samples"]:
+                text = sample["text"].replace("\t", "    ").replace("\n", "\n    ")
+                console.info(f"step {record['step']} | sample after {sample['prompt']!r}:\n    {text}")
 
     def rewind(self, step: int) -> None:
         """Begin a new estimate of the remaining time. Lines cannot be removed."""
