@@ -35,13 +35,11 @@ def run(config: Config, listener: SignalListener) -> int:
 
     from trainer.build import build_trainer
     from trainer.checkpoint.commit import SaveFailed
-    from trainer.checkpoint.export import export_run
     from trainer.data.sampling.workers import LoadingFailed
     from trainer.resilience.guard import TrainingDiverged
     from trainer.run.resolve import resolve
-    from trainer.run.run_folder import acquire_lock, release_if_empty, resume_point
+    from trainer.run.run_folder import acquire_lock, already_finished, release_if_empty, resume_point
     from trainer.runtime import device, distributed
-    from trainer.system import console
 
     with one_line_errors(config):
         resolved = resolve(config, distributed.world_size())
@@ -52,13 +50,7 @@ def run(config: Config, listener: SignalListener) -> int:
         distributed.require_agreement(resolved.shared)
         lock = acquire_lock(config.run.folder)
         saved = resume_point(config.run.folder, config.checkpoint.load_step, resolved.fingerprint)
-        if saved is not None and saved.state.step >= config.training.steps:
-            console.info(
-                f"{config.run.name} already finished at step {saved.state.step}; raise --training.steps to continue"
-            )
-            if config.checkpoint.export_huggingface:
-                export_run(config.run.folder, skip_existing=True)
-        else:
+        if saved is None or not already_finished(config, saved.state):
             trainer = build_trainer(config, resolved, rank_device, saved)
             gc.collect()
             gc.freeze()  # later collections do not visit imported objects, which takes 0.2 s, at another step on each rank

@@ -2,6 +2,7 @@
 
     python scripts/checkpoint.py list outputs/debug
     python scripts/checkpoint.py inspect outputs/debug/checkpoints/step-00000300
+    python scripts/checkpoint.py verify outputs/debug@best
 
 The exit code is 1 if a checkpoint is damaged. Only `verify` reads whole files; `list` and `inspect` check names and sizes.
 """
@@ -28,13 +29,17 @@ from trainer.checkpoint.manifest import CorruptError
 from trainer.checkpoint.resume import LARGEST_STATE, check_train_state
 from trainer.checkpoint.storage import read_index
 from trainer.config.command_line import Arguments, die, run_to_end
-from trainer.config.model_source import list_checkpoints
-from trainer.system.checkpoint_folder import parse_step
+from trainer.config.model_source import best_checkpoint, best_step, list_checkpoints
+from trainer.system.checkpoint_folder import STATE_FILE, parse_step
 from trainer.system.files import folder_error
+from trainer.system.paths import split_best
 
 
 def find_checkpoints(path: Path) -> list[Path]:
     """Return the checkpoint at `path`, or all checkpoints of the run at `path`. Raises ConfigError for an unreadable folder."""
+    run_folder, is_best = split_best(path)
+    if is_best:
+        return [best_checkpoint(run_folder / "checkpoints")]
     if parse_step(path.name) is not None or os.path.exists(path / manifest.NAME):
         return [path]
     return list_checkpoints(path / "checkpoints") or list_checkpoints(path)
@@ -48,6 +53,7 @@ def size_and_time(checkpoint: Path) -> str:
 
 def print_list(checkpoints: list[Path]) -> Iterator[bool]:
     """Print a line for each checkpoint and yield whether it is intact."""
+    best = best_step(checkpoints[0].parent)
     for checkpoint in checkpoints:
         size, problem, counts = "", "", []
         try:
@@ -55,6 +61,7 @@ def print_list(checkpoints: list[Path]) -> Iterator[bool]:
             metadata = manifest.read(checkpoint).metadata
             units = (("tokens_seen", "token"), ("world_size", "rank"))
             counts = [f"{metadata[key]:,} {unit}{'s' * (metadata[key] != 1)}" for key, unit in units if key in metadata]
+            counts += ["best"] * (parse_step(checkpoint.name) == best)
         except CorruptError as damage:
             problem = str(damage)
         except OSError as error:  # the checkpoint may have been removed meanwhile
@@ -66,7 +73,7 @@ def print_list(checkpoints: list[Path]) -> Iterator[bool]:
 def verify(checkpoints: list[Path]) -> Iterator[bool]:
     for checkpoint in tqdm(checkpoints, unit="checkpoint", disable=None):
         problem = manifest.find_damage(checkpoint)
-        if not problem and parse_step(checkpoint.name) is not None and (checkpoint / "train_state.json").exists():
+        if not problem and parse_step(checkpoint.name) is not None and (checkpoint / STATE_FILE).exists():
             problem = check_train_state(checkpoint)
         tqdm.write(f"{checkpoint}: {problem or 'intact'}")
         yield not problem
@@ -107,9 +114,9 @@ def main() -> None:
     parser = Arguments(__doc__)
     command_help = "list: print the steps, newest first; verify: check all files; inspect: print metadata and tensors"
     parser.add_argument("command", choices=list(COMMANDS), help=command_help)
-    parser.add_argument("path", type=Path, help="run folder, its checkpoints/ folder, or one checkpoint")
+    parser.add_argument("path", type=Path, help="run folder, its checkpoints/ folder, one checkpoint, or RUN@best")
     args = parser.parse_args()
-    if problem := folder_error(args.path):
+    if problem := folder_error(split_best(args.path)[0]):
         die(f"{args.path}: {problem}")
     checkpoints = find_checkpoints(args.path)
     if not checkpoints:

@@ -55,7 +55,7 @@ def main() -> None:
     merge = commands.add_parser("merge", help="write a base model with an adapter merged into it")
     load = commands.add_parser("from-hf", help="write a checkpoint with only the model, for --checkpoint.init_from")
     for command in (export, merge):
-        command.add_argument("source", type=Path, help="checkpoint, or run folder whose newest checkpoint is exported")
+        command.add_argument("source", type=Path, help="checkpoint, or run folder (its newest checkpoint, or RUN@best)")
         command.add_argument("--dtype", choices=list(DTYPES), help=f"dtype of the weights (default: {_DTYPE})")
     merge.add_argument(
         "--base", type=Path, metavar="PATH", help="base model (default: its path when the adapter was trained)"

@@ -107,7 +107,7 @@ def run(args: argparse.Namespace) -> None:
 def main() -> None:
     parser = Arguments(__doc__)
     add = parser.add_argument
-    add("path", type=Path, help="checkpoint, run folder (its newest checkpoint is used), or Hugging Face model folder")
+    add("path", type=Path, help="checkpoint, run folder (its newest checkpoint, or RUN@best), or Hugging Face folder")
     add("--base", type=Path, metavar="PATH", help="base model of an adapter (default: the path at training)")
     add("--prompt", type=utf8, metavar="TEXT", help="text to continue")
     add("--chat", action="store_true", help="start a chat, in which each line of stdin is a message of the user")

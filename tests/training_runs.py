@@ -23,6 +23,7 @@ from trainer.run.run_folder import resume_point
 from trainer.run.training_data import TrainingData
 from trainer.runtime.device import rng_state
 from trainer.state import TrainState
+from trainer.system import console
 from trainer.system.files import read_json_lines
 from trainer.testing import parity
 from trainer.testing.parity import Trained
@@ -110,6 +111,13 @@ def train(argv: Sequence[str]) -> Result:
         trainer.train()
     hashes = microbatch_hashes(batches, trainer.data.partition.grad_accum)
     return Result(hashes, hash_of(trainer.engine.tensors()), hash_of(rng_state(torch.device("cpu"))))
+
+
+def lines_logged_by_train(argv: Sequence[str]) -> list[str]:
+    """Train, and return the information that this rank logs."""
+    with mock.patch.object(console, "info") as info:
+        train(argv)
+    return [call.args[0] for call in info.call_args_list]
 
 
 def error_line(argv: Sequence[str]) -> str:

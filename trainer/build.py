@@ -1,5 +1,6 @@
 """Construction of the Trainer of a run and of all its components."""
 
+import json
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -10,18 +11,22 @@ import torch.distributed as dist
 from trainer import initial_model
 from trainer.checkpoint.async_save import WRITERS
 from trainer.checkpoint.best import BestTracker
+from trainer.checkpoint.huggingface import GENERATION_CONFIG
 from trainer.checkpoint.manager import CheckpointManager, saved_tensors
 from trainer.checkpoint.resume import ResumePoint
 from trainer.config import Config, ConfigError
 from trainer.config.pretrained import provenance
 from trainer.config.render import to_toml
 from trainer.data.build import Datasets
+from trainer.data.sampling.loader import BatchPartition
 from trainer.engine import Engine, build_model_parts, build_objective
 from trainer.evaluate import Evaluator, build_eval_sets
+from trainer.inference.samples import SampleGenerator, encode_prompts, stop_tokens
 from trainer.initial_model import InitialModel
 from trainer.objective.objective import Objective
 from trainer.parallel.attention import CPU_BACKEND, GPU_BACKEND, kernel_name
 from trainer.parallel.mesh import Meshes
+from trainer.resilience.early_stopping import EarlyStopping
 from trainer.resilience.guard import StepMonitor
 from trainer.resilience.stop_signals import StopRequest
 from trainer.resilience.straggler import StragglerDetector
@@ -29,12 +34,20 @@ from trainer.resilience.watchdog import Watchdog
 from trainer.run.metrics import Metrics
 from trainer.run.preflight import check_disk, check_memory
 from trainer.run.profiler import Profiler
-from trainer.run.resolve import ResolvedRun
-from trainer.run.run_folder import create_run_folder, log_summary, save_run_info, versions
+from trainer.run.resolve import ResolvedRun, require_profiled_step
+from trainer.run.run_folder import create_run_folder, log_data, log_summary, save_run_info, versions
 from trainer.run.sinks import build_sinks
 from trainer.run.sinks.sink import LoggedRun
-from trainer.run.text_format import load_text_format, require_same_tokenizer
-from trainer.run.training_data import TrainingData, partition_of_batch, prepare_and_open, require_unchanged_mixture
+from trainer.run.text_format import TextFormat, load_text_format, require_same_tokenizer
+from trainer.run.training_data import (
+    TrainingData,
+    epochs_of,
+    partition_of_batch,
+    prepare_and_open,
+    require_unchanged_mixture,
+    target_share,
+    with_steps,
+)
 from trainer.runtime import device as devices
 from trainer.runtime.distributed import run_on_rank_0
 from trainer.runtime.host_memory import keep_freed_memory
@@ -86,9 +99,11 @@ def build_trainer(
     model_parts = build_model_parts(config, resolved, meshes, backend)
     parameters = [parameter for part in model_parts.values() for parameter in part.parameters()]
     check_memory(config, resolved, parameters, device)
-    check_disk(config, resolved.num_trained, 0 if point is None else point.state.step)
 
     datasets = prepare_and_open(config, text.tokenizer)
+    config = with_steps(config, datasets, None if point is None else point.state)
+    require_profiled_step(config.profiling, config.training.steps)
+    check_disk(config, resolved.num_trained, 0 if point is None else point.state.step)
     if point is not None:
         require_unchanged_mixture(config, datasets, point.state)
     eval_sets = build_eval_sets(datasets.evaluation, config.evaluation, text.tokenizer.text_bytes)
@@ -114,8 +129,11 @@ def build_trainer(
     if point is not None:
         checkpoints.restore(point, state)
 
-    save_run_info(config, device)
-    log_summary(config, resolved, device, deterministic, _attention_kernels(config, resolved, device), datasets)
+    if state.step < config.training.steps:
+        save_run_info(config, device)
+    log_summary(config, resolved, device, deterministic, _attention_kernels(config, resolved, device))
+    share = run_on_rank_0(lambda: target_share(datasets.training))
+    log_data(config, resolved.grad_accum, datasets, epochs_of(config.training, datasets, state), share)
     stragglers = StragglerDetector(config.resilience.straggler_ratio, device)
     for part in model_parts.values():
         stragglers.time_blocks_of(part.get_submodule(resolved.plan.blocks_path))
@@ -127,8 +145,10 @@ def build_trainer(
         state=state,
         engine=engine,
         data=TrainingData(config, datasets, partition, device, stop),
+        samples=_build_samples(config, resolved, text, initial, partition, device),
         evaluator=Evaluator(config.evaluation, eval_sets, partition, device, config.training.steps),
         checkpoints=checkpoints,
+        early_stopping=EarlyStopping(config.evaluation, checkpoints.best.identity),
         monitor=StepMonitor(config.resilience, engine.optimizer.device),
         metrics=Metrics(config.metrics, config.training, resolved, device, engine.phases, sinks),
         stragglers=stragglers,
@@ -146,6 +166,30 @@ def _attention_kernels(config: Config, resolved: ResolvedRun, device: torch.devi
     dtype, by_document = devices.DTYPES[config.training.compute_dtype], config.data.document_mask
     kinds = resolved.plan.kinds.values()
     return ", ".join(dict.fromkeys(kernel_name(kind, (q, k), dims.cp, by_document, dtype, device) for kind in kinds))
+
+
+def _build_samples(
+    config: Config,
+    resolved: ResolvedRun,
+    text: TextFormat,
+    initial: InitialModel,
+    partition: BatchPartition,
+    device: torch.device,
+) -> SampleGenerator:
+    """Encode the prompts, collectively, and build the generator of their texts. Raises ConfigError."""
+    tokenizer, seq_len, is_chat = text.tokenizer, config.training.seq_len, bool(text.chat_template)
+    return SampleGenerator(
+        config=config.samples,
+        prompts=encode_prompts(config.samples, config.data, tokenizer, is_chat, seq_len),
+        is_chat=is_chat,
+        tokenizer=tokenizer,
+        stop=stop_tokens(tokenizer, json.loads(initial.files[GENERATION_CONFIG])),
+        vocab_size=resolved.sizes.vocab_size,
+        seq_len=seq_len,
+        partition=partition,
+        device=device,
+        steps=config.training.steps,
+    )
 
 
 def _build_checkpoints(

@@ -14,6 +14,7 @@ from trainer.config import ConfigError, EvaluationConfig
 from trainer.config.fields import did_you_mean
 from trainer.data.sampling.loader import BatchPartition, evaluation_batches
 from trainer.data.sampling.samples import Samples
+from trainer.objective.objective import Objective
 from trainer.parallel.step import Step
 from trainer.state import is_due
 from trainer.system import console
@@ -117,19 +118,26 @@ class Evaluator:
         num_terms = int(torch.stack([count for _, count in sums]).sum().item())
         totals = {name: torch.stack([result[name] for result, _ in sums]).double().sum().item() for name in sums[0][0]}
         means = {name: total / max(1, num_terms) for name, total in totals.items()}
-        loss = means["loss"]
-        over = f"over {'only ' * (num_terms < _FEW.get(objective.unit, 0))}{num_terms}"
         if objective.metrics:
-            shown = ", ".join(f"{name} {means[name]:.4f}" for name in objective.metrics)
-            console.info(f"{dataset.name}: loss {loss:.4f} {over} {objective.unit.removeprefix('num_')} ({shown})")
             return means | {objective.unit: num_terms}
-        entropy, num_bytes = dataset.target_statistics
-        console.info(
-            f"{dataset.name}: loss {loss:.4f} nats {over} tokens (unigram entropy of these tokens: {entropy:.4f}, "
-            f"entropy minus loss: {entropy - loss:+.4f})"
-        )
+        loss, (entropy, num_bytes) = means["loss"], dataset.target_statistics
         perplexity = math.exp(min(loss, 700.0))
         metrics = {"loss": loss, "perplexity": perplexity, "unigram_entropy": entropy, "num_targets": num_terms}
         if num_bytes:
             metrics["bits_per_byte"] = totals["loss"] / math.log(2) / num_bytes
         return metrics
+
+
+def evaluation_line(dataset: str, result: Mapping[str, float], objective: Objective) -> str:
+    """Return the console's text for the result of an evaluation."""
+    num_terms = result[objective.unit]
+    loss = f"{dataset}: loss {result['loss']:.4f}"
+    terms = f"{'only ' * (num_terms < _FEW.get(objective.unit, 0))}{num_terms} {objective.unit.removeprefix('num_')}"
+    if objective.metrics:
+        shown = ", ".join(f"{name} {result[name]:.4f}" for name in objective.metrics)
+        return f"{loss} over {terms} ({shown})"
+    entropy = result["unigram_entropy"]
+    return (
+        f"{loss} nats, perplexity {result['perplexity']:.4g}, over {terms} "
+        f"(unigram entropy {entropy:.4f}, entropy minus loss {entropy - result['loss']:+.4f})"
+    )

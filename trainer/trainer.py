@@ -12,18 +12,22 @@ from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.resume import find_resume_point
 from trainer.config import Config
 from trainer.engine import Engine, StepResult
-from trainer.evaluate import Evaluator
+from trainer.evaluate import Evaluator, evaluation_line
+from trainer.inference.samples import SampleGenerator
 from trainer.optim.lr_schedule import learning_rate
+from trainer.resilience.early_stopping import EarlyStopping
 from trainer.resilience.guard import StepMonitor, StepOutcome, TrainingDiverged
 from trainer.resilience.stop_signals import StopRequest
 from trainer.resilience.straggler import StragglerDetector
 from trainer.resilience.watchdog import Watchdog
 from trainer.run.metrics import Metrics
 from trainer.run.profiler import Profiler
+from trainer.run.run_folder import already_finished
 from trainer.run.training_data import TrainingData
 from trainer.runtime import device as devices
 from trainer.state import TrainState
 from trainer.system import console
+from trainer.system.paths import BEST
 from trainer.system.units import duration
 
 
@@ -36,7 +40,9 @@ class Trainer:
     engine: Engine
     data: TrainingData
     evaluator: Evaluator
+    samples: SampleGenerator
     checkpoints: CheckpointManager
+    early_stopping: EarlyStopping
     monitor: StepMonitor
     metrics: Metrics
     stragglers: StragglerDetector
@@ -46,22 +52,24 @@ class Trainer:
     """Whether this rank was asked to stop."""
 
     def train(self) -> None:
-        """Train until training.steps are completed or any rank is asked to stop. Raises TrainingDiverged, SaveFailed or
-        LoadingFailed."""
+        """Train until training.steps are completed, the evaluation loss no longer falls, or any rank is asked to stop. Raises
+        TrainingDiverged, SaveFailed or LoadingFailed."""
         start_s, state, steps = time.monotonic(), self.state, self.config.training.steps
+        if already_finished(self.config, state, self.early_stopping.reason(state)):
+            self.checkpoints.close()
+            return
         self.watchdog.start()
         batches = self._start()
-        stopped = False
+        ended = False
         try:
-            while state.step < steps and not stopped:
+            while state.step < steps and not ended:
                 result = self.train_step(batches)
-                due = any(part.due(state.step) for part in (self.metrics, self.evaluator, self.checkpoints))
+                due = any(part.due(state.step) for part in self._parts)
                 verdict = self.monitor.observe(state, result.outcome, now=due)
                 if verdict.roll_back:
                     batches = self.roll_back(verdict.roll_back)
                     continue
-                stopped = verdict.stop
-                self._after_step(verdict.outcome, result, last=stopped or state.step == steps)
+                ended = self._after_step(verdict.outcome, result, verdict.stop)
             self._wait_for_saves()
             if self.profiler.recording:
                 self._profile(self.profiler.stop)
@@ -75,17 +83,25 @@ class Trainer:
             self.watchdog.close()
             self.checkpoints.close()
             self.metrics.close()
-        folder = self.config.run.folder
-        if state.step < steps:
+        self._finish(time.monotonic() - start_s)
+
+    def _finish(self, seconds: float) -> None:
+        """Log how the run has ended, and export the model of a run that is complete."""
+        folder, step = self.config.run.folder, self.state.step
+        reason, is_complete = self.early_stopping.reason(self.state), step == self.config.training.steps
+        if reason and not is_complete:
+            best = f"; the best checkpoint is {folder}{BEST}, of step {self.checkpoints.best.step}"
+            console.info(f"stopped early: {reason}{best * bool(self.checkpoints.best.step)}")
+        elif not is_complete:
             if self.config.checkpoint.enabled:
                 saved, hint = "checkpoint saved", "; rerun the same command to resume"
             else:
                 saved, hint = "no checkpoint saved, because [checkpoint] enabled = false", ""
-            console.info(f"stopped at step {state.step} ({saved}){hint}")
+            console.info(f"stopped at step {step} ({saved}){hint}")
             return
         if self.config.checkpoint.export_huggingface:
-            export_run(folder)
-        console.info(f"done: step {steps}, {duration(time.monotonic() - start_s)}, {folder}")
+            export_run(folder, self.config.checkpoint.export_checkpoint)
+        console.info(f"done: step {step}, {duration(seconds)}, {folder}")
 
     def train_step(self, batches: Iterator[Batch]) -> StepResult:
         """Run one optimizer step."""
@@ -103,13 +119,13 @@ class Trainer:
         self.watchdog.after_step(self.state.step)
         return result
 
-    def _after_step(self, outcome: StepOutcome | None, result: StepResult, last: bool) -> None:
-        """Log, evaluate and save, each only if it is due.
+    def _after_step(self, outcome: StepOutcome | None, result: StepResult, asked_to_stop: bool) -> bool:
+        """Log, evaluate and save, each only if it is due. Return whether the run ends after this step.
 
         Args:
             outcome: Outcome of the step. None if nothing is due.
             result: Result of the step.
-            last: Whether the run ends after this step.
+            asked_to_stop: Whether any rank was asked to stop.
         """
         step = self.state.step
         if self.metrics.due(step):
@@ -118,12 +134,17 @@ class Trainer:
                 self.metrics.log_event({"kind": "straggler", "step": step} | straggler)
         if self.evaluator.due(step):
             self.evaluate()
+        stops_early = bool(self.early_stopping.reason(self.state))
+        if self.samples.due(step) or (stops_early and self.samples.prompts):
+            self.sample()
+        last = asked_to_stop or step == self.config.training.steps or stops_early
         if last or self.checkpoints.due(step):
             if not self.metrics.due(step):  # a run that resumes from this checkpoint records only later steps
                 self._log_step(outcome, result)
             self.save(outcome, last)
         else:
             self.metrics.log_saves(self.checkpoints.poll())
+        return last
 
     def _log_step(self, outcome: StepOutcome, result: StepResult) -> None:
         objective = self.engine.objective
@@ -136,13 +157,24 @@ class Trainer:
         if self.checkpoints.best.dataset:
             self._wait_for_saves()
         devices.synchronize(self.engine.device)  # the section must not include the work of the step
+        objective = self.engine.objective
         with self.watchdog.evaluating():
             for dataset in self.evaluator.datasets:
                 with self.metrics.section("evaluation") as seconds:
                     result = self.evaluator.run(dataset, self.engine.forward_backward, self.watchdog.loading)
+                self.early_stopping.observe(self.state, dataset.name, result["loss"])
+                best = "; best so far" * self.checkpoints.best.update(dataset.name, result["loss"])
+                console.info(f"step {self.state.step} | {evaluation_line(dataset.name, result, objective)}{best}")
                 record = {"kind": "eval", "step": self.state.step, "dataset": dataset.name} | result
                 self.metrics.log_event(record | {"evaluation_time_s": seconds()})
-                self.checkpoints.best.update(dataset.name, result["loss"])
+
+    def sample(self) -> None:
+        """Generate a text from each prompt, and record the texts."""
+        devices.synchronize(self.engine.device)  # the section must not include the work of the step
+        with self.watchdog.evaluating(), self.metrics.section("samples") as seconds:
+            texts = self.samples.run(self.engine.forward_backward, self.watchdog.loading)
+        record = {"kind": "samples", "step": self.state.step, "samples": texts}
+        self.metrics.log_event(record | {"samples_time_s": seconds()})
 
     def save(self, outcome: StepOutcome, last: bool) -> None:
         """Start to save the state. Raises TrainingDiverged if the run ends after several non-finite steps in a row."""
@@ -174,6 +206,11 @@ class Trainer:
             state.rollbacks, state.skipped_samples = rollbacks + 1, skipped_samples
             state.skip(start, stop)
         return self._start()
+
+    @property
+    def _parts(self) -> tuple[Metrics, Evaluator, SampleGenerator, CheckpointManager]:
+        """What is done after some steps."""
+        return self.metrics, self.evaluator, self.samples, self.checkpoints
 
     def _start(self) -> Iterator[Batch]:
         self.metrics.rewind(self.state.step)

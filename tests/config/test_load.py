@@ -126,7 +126,8 @@ COMMAND_LINES = {
     ),
     "--data.held_out_fraction 0.9": "--data.held_out_fraction 0.9: must be at most 0.5",
     "--lr_schedule.name cosin": (
-        "--lr_schedule.name cosin: expected one of cosine, linear, warmup_stable_decay, range_test; did you mean 'cosine'?"
+        "--lr_schedule.name cosin: expected one of cosine, linear, warmup_stable_decay, constant, range_test; "
+        "did you mean 'cosine'?"
     ),
     "--lr_schedule.decay_steps 5": (
         "--lr_schedule.decay_steps 5: has an effect only with [lr_schedule] name = warmup_stable_decay"
@@ -363,9 +364,16 @@ ONLY_WITH = {
     "checkpoint.resize_embeddings": "[checkpoint] init_from",
     "checkpoint.init_exclude": "[checkpoint] init_from",
     "checkpoint.export_huggingface": "[checkpoint] enabled",
+    "checkpoint.export_checkpoint": "[checkpoint] export_huggingface",
     "checkpoint.load_step": "[checkpoint] enabled",
     "resilience.on_max_skips": "[checkpoint] enabled",
     "evaluation.keep_best_on": "[checkpoint] enabled",
+    "evaluation.early_stopping_patience": "[evaluation] keep_best_on",
+    "evaluation.early_stopping_min_delta": "[evaluation] early_stopping_patience",
+    **{
+        f"samples.{name}": "[samples] prompts"
+        for name in ("interval_steps", "max_new_tokens", "temperature", "top_k", "top_p", "seed")
+    },
     "profiling.num_steps": "[profiling] first_step",
     "profiling.rank": "[profiling] first_step",
     "profiling.memory_snapshot": "[profiling] first_step",
@@ -434,6 +442,39 @@ def test_help_and_errors_in_settings_import_neither_torch_nor_numpy(argv, code, 
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert output in done.stdout + done.stderr
+
+
+def test_the_length_of_a_run_on_the_command_line_replaces_the_one_in_the_file(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text("[training]\nsteps = 7\n")
+    by_epochs = load_config(["--config", str(file), "--training.epochs", "2"])
+    assert by_epochs.training.epochs == 2 and by_epochs.training.steps == 1000
+    file.write_text(to_toml(by_epochs))
+    assert load_config(["--config", str(file)]) == by_epochs
+    by_steps = load_config(["--config", str(file), "--training.steps", "5"])
+    assert by_steps.training.epochs is None and by_steps.training.steps == 5
+    assert load_config(["--config", str(file), "--training.epochs", "none"]).training.epochs is None
+
+
+def test_a_run_has_steps_or_epochs_but_not_both(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text("[training]\nsteps = 7\nepochs = 1.5\n")
+    message = "replaces [training] steps, but steps = 7 is set too; remove one of them"
+    assert error_of(["--config", str(file)]) == f"{file} [training] epochs = 1.5: {message}"
+    assert error_of(["--training.steps", "7", "--training.epochs", "3"]) == f"--training.epochs 3: {message}"
+    assert error_of(["--training.epochs", "0"]) == "--training.epochs 0: must be above 0"
+
+
+def test_prompts_contain_commas_spaces_and_line_breaks(tmp_path):
+    prompts = ("Hello, world ", "def f():\n\treturn ")
+    config = load_config(["--samples.prompts", toml_value(prompts)])
+    assert config.samples.prompts == prompts
+    file = tmp_path / "run.toml"
+    file.write_text(to_toml(config))
+    assert load_config(["--config", str(file)]) == config
+    assert load_config(["--samples.prompts", "one,two"]).samples.prompts == ("one", "two")
+    assert error_of(["--samples.prompts", "a\x1b"]).endswith(": must be printable text")
+    assert error_of(["--samples.seed", "3"]) == "--samples.seed 3: has an effect only with [samples] prompts"
 
 
 def test_reused_reserved_tokens_may_have_any_name_and_round_trip(tmp_path):

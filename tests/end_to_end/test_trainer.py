@@ -12,6 +12,7 @@ from tests.training_runs import (
     combine,
     hash_of,
     largest_deviation,
+    lines_logged_by_train,
     microbatches_of_step,
     read_tensor,
     records,
@@ -23,7 +24,6 @@ from trainer.checkpoint.storage import read_index
 from trainer.config.load import load_config
 from trainer.data.tokenizer.backends import DEFAULT_FILE
 from trainer.run.resolve import resolve
-from trainer.system import console
 from trainer.testing import parity
 from trainer.testing.layouts import PARITY_MATRIX, Layout, batch_settings, flags, num_ranks
 from trainer.testing.parity import LIMITS, Trained, deviations, within
@@ -317,16 +317,6 @@ def test_settings_changed_since_the_checkpoint_are_logged(ranks, tiny, tmp_path)
         "setting changed since the checkpoint: training.steps 4 -> 6",
         "setting changed since the checkpoint: optimizer.lr 0.0003 -> 0.002",
     ]
-
-
-def lines_logged_by_train(argv):
-    lines = []
-    original, console.info = console.info, lines.append
-    try:
-        train(argv)
-    finally:
-        console.info = original
-    return lines
 
 
 def test_resume_with_settings_that_are_fixed_is_refused_with_every_difference(ranks, tiny, tmp_path):

@@ -34,6 +34,10 @@ def test_warmup_stable_decay_stays_at_the_peak_until_the_decay():
     assert values == pytest.approx([0.5, 1, 1, 1, 1, 1, 0.8, 0.6, 0.4, 0.2])
 
 
+def test_constant_stays_at_exactly_the_peak_after_the_warm_up():
+    assert learning_rates(6, name="constant", warmup_steps=2, min_lr_ratio=0.3) == [0.5, 1, 1, 1, 1, 1]
+
+
 def test_a_run_shorter_than_its_warm_up_consists_of_warm_up():
     assert learning_rates(3, warmup_steps=10) == pytest.approx([0.1, 0.2, 0.3])
     assert learning_rates(1, warmup_steps=0) == pytest.approx([0.1])

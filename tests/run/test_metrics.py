@@ -1,3 +1,4 @@
+import itertools
 import json
 import os
 import resource
@@ -18,6 +19,7 @@ from trainer.resilience.guard import StepOutcome
 from trainer.run.metrics import Metrics
 from trainer.run.resolve import resolve
 from trainer.run.sinks import build_sinks
+from trainer.run.sinks.local import RemainingTime
 from trainer.run.sinks.sink import LoggedRun
 from trainer.runtime import device as devices
 from trainer.runtime.accelerators import ACCELERATORS
@@ -243,6 +245,23 @@ def test_console_line(tmp_path, capsys, monkeypatch):
     assert "step   1/200 | loss 3.1416 | grad norm 1.500 | lr 1.00e-03 | 2,048 tokens/s | " in line
     assert line.endswith("| 0 % | 6m38s left\n")
     assert "\x1b" not in line, "colour only on a terminal"
+
+
+def test_the_remaining_time_counts_down_although_one_window_is_slow():
+    remaining = RemainingTime(1000)
+    other = {"evaluation_time_s": 0.0, "checkpoint_time_s": 0.0}
+    first = remaining.after({"first_step": 1, "step": 1, "step_time_s": 60.0} | other)
+    assert first == 999 * 60  # there is nothing better yet
+    times = []
+    for step in range(11, 1001, 10):
+        seconds = 3.0 if step == 501 else 1.0
+        times.append(remaining.after({"first_step": step - 9, "step": step, "step_time_s": seconds} | other))
+    assert times[0] == 989.0 and times[-1] == pytest.approx(9.0, rel=0.02)
+    assert abs(times[49] - 499) < 0.1 * 499, "one slow window changes the estimate by less than a tenth"
+    assert all(a > b for a, b in itertools.pairwise(times[50:]))
+    saves = {"evaluation_time_s": 10.0, "checkpoint_time_s": 10.0}
+    remaining.forget()
+    assert remaining.after({"first_step": 1, "step": 10, "step_time_s": 1.0} | saves) == 990 * 3.0
 
 
 def test_durations():

@@ -68,7 +68,8 @@ def changed(config, setting):
     return replace(config, **{setting.section: section})
 
 
-@pytest.mark.parametrize("key", sorted(SETTINGS.keys() - ONE_VALUE))
+# A run has turned training.epochs into training.steps before it writes its settings.
+@pytest.mark.parametrize("key", sorted(SETTINGS.keys() - ONE_VALUE - {"training.epochs"}))
 def test_every_changed_setting_is_logged(tmp_path, key):
     (tmp_path / "config.toml").write_text(to_toml(Config()))
     now = changed(Config(), SETTINGS[key])

@@ -36,6 +36,7 @@ from trainer.runtime.dtensor import local_region
 from trainer.system import console
 from trainer.system.files import atomic_folder, digest_of
 from trainer.system.model_folder import adapter_problem
+from trainer.system.paths import split_best
 
 PEFT_CONFIG, _PEFT_TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -132,7 +133,7 @@ class AdapterSource:
         with manifest.damage_as_config_error(checkpoint):
             adapter = AdapterCheckpoint.open(checkpoint, alone)
         folder = base or adapter.base
-        if not folder.is_dir():
+        if not split_best(folder)[0].is_dir():
             raise ConfigError("", f"{checkpoint} needs its base model, but {folder} does not exist; use --base PATH")
         folder = resolve_checkpoint(folder) if alone else run_on_rank_0(partial(resolve_checkpoint, folder))
         source = WeightSource.open(folder, adapter.spec, alone)
@@ -221,7 +222,8 @@ def load_adapter(
     own = {name: p for name, p in parameters.items() if name in trained}
     folder = Path(config.init_from)
     try:
-        is_own = (folder / manifest.NAME).exists() or (folder / "checkpoints").exists()
+        run_folder, is_best = split_best(folder)
+        is_own = is_best or (folder / manifest.NAME).exists() or (run_folder / "checkpoints").exists()
         if not is_own and (problem := adapter_problem(folder)):
             raise ConfigError("", f"{folder} {problem}")
         if (folder / PEFT_CONFIG).exists():

@@ -28,9 +28,12 @@ class BestTracker:
         """Whether the loss has improved since the last save."""
         return self._pending is not None
 
-    def update(self, dataset: str, loss: float) -> None:
-        if dataset == self.dataset and loss < self._saved[1]:
+    def update(self, dataset: str, loss: float) -> bool:
+        """Return whether the loss is the lowest so far. If so, the next checkpoint is the best one."""
+        is_best = dataset == self.dataset and loss < self._saved[1]
+        if is_best:
             self._pending = loss
+        return is_best
 
     def before_save(self, step: int) -> None:
         if self._pending is not None:

@@ -29,6 +29,7 @@ from trainer.checkpoint.storage import TensorMetadata, TensorWrite, write_safete
 from trainer.checkpoint.tokenizer_files import exported_files
 from trainer.checkpoint.weights import WeightSource
 from trainer.config import ConfigError
+from trainer.config.model_source import best_checkpoint
 from trainer.system import console
 from trainer.system.checkpoint_folder import latest_per_step
 from trainer.system.files import atomic_folder
@@ -128,24 +129,31 @@ def is_export_of(folder: Path, checkpoint: Path) -> bool:
         return False
 
 
-def export_run(run_folder: Path, skip_existing: bool = False) -> None:
-    """Export the newest checkpoint of a finished run in bf16 to RUN_FOLDER/huggingface, on rank 0.
+def export_run(run_folder: Path, which: str, skip_existing: bool = False) -> None:
+    """Export a checkpoint of a finished run in bf16 to RUN_FOLDER/huggingface, on rank 0.
 
-    skip_existing: whether to keep an existing export of the same checkpoint. Raises ConfigError if the folder cannot be written.
+    Args:
+        run_folder: Folder of the run.
+        which: Value of checkpoint.export_checkpoint.
+        skip_existing: Whether to keep an existing export of the same checkpoint.
+
+    Raises:
+        ConfigError: The folder cannot be written, or there is no such checkpoint.
     """
     if dist.get_rank() != 0:
         return
     out = run_folder / "huggingface"
     try:
-        newest = latest_per_step(run_folder / "checkpoints")[0]
-        if skip_existing and is_export_of(out, newest):
+        checkpoints = run_folder / "checkpoints"
+        chosen = best_checkpoint(checkpoints) if which == "best" else latest_per_step(checkpoints)[0]
+        if skip_existing and is_export_of(out, chosen):
             return
-        if is_adapter(newest):
-            write_peft(newest, out)
+        if is_adapter(chosen):
+            write_peft(chosen, out)
         else:
-            HfExport.open(newest, torch.bfloat16).write(out, _SHARD_BYTES, lambda num_bytes: None)
+            HfExport.open(chosen, torch.bfloat16).write(out, _SHARD_BYTES, lambda num_bytes: None)
     except (OSError, CorruptError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         message = f"{out} could not be written ({reason}); rerun the same command to retry"
         raise ConfigError("checkpoint.export_huggingface", message) from None
-    console.info(f"exported {out}")
+    console.info(f"exported {chosen.name} to {out}")

@@ -20,7 +20,7 @@ from trainer.runtime import device as devices
 from trainer.runtime.distributed import run_on_rank_0
 from trainer.state import TrainState, is_due
 from trainer.system import console
-from trainer.system.checkpoint_folder import step_of
+from trainer.system.checkpoint_folder import STATE_FILE, step_of
 
 
 class CheckpointManager:
@@ -102,7 +102,7 @@ class CheckpointManager:
         request = SaveRequest(
             folder=self.folder,
             step=state.step,
-            files={"train_state.json": state.to_json().encode(), **self.files},
+            files={STATE_FILE: state.to_json().encode(), **self.files},
             metadata={**counts, **self.metadata},
             keep=0 if suspect else self.config.keep,
             keep_interval_steps=self.config.keep_interval_steps,

@@ -13,12 +13,12 @@ from trainer.checkpoint import manifest
 from trainer.checkpoint.commit import first_problem
 from trainer.checkpoint.manifest import CorruptError
 from trainer.config import ConfigError
-from trainer.config.model_source import list_checkpoints
+from trainer.config.model_source import best_checkpoint, list_checkpoints
 from trainer.config.render import differing_settings
 from trainer.runtime.distributed import run_on_rank_0
 from trainer.state import TrainState
 from trainer.system import console
-from trainer.system.checkpoint_folder import committed, step_of
+from trainer.system.checkpoint_folder import STATE_FILE, committed, step_of
 from trainer.system.files import atomic_write, read_json_object, sync
 
 _LINEAGE = "lineage.json"
@@ -37,32 +37,36 @@ class ResumePoint:
     state: TrainState
     rollback: bool = False
     """Whether all checkpoints newer than this one must be discarded."""
+    requested: int | str = 0
+    """Value of checkpoint.load_step that has led to the rollback."""
 
 
-def find_resume_point(folder: Path, load_step: int = 0) -> ResumePoint | None:
+def find_resume_point(folder: Path, load_step: int | str = 0) -> ResumePoint | None:
     """Return, collectively, the checkpoint of load_step. If load_step is 0, or if the run was already rolled back to load_step,
     return the newest intact checkpoint, or None if no checkpoint exists. Damaged checkpoints are ignored with a warning.
+    load_step "best" stands for the step of the best checkpoint.
 
     Only rank 0 lists checkpoints, because all ranks must resume from the same step but may see different states of a file
     system. Raises ConfigError if the checkpoint of load_step is missing or damaged. Raises ConfigError if all checkpoints are
     damaged, because a new run would overwrite data that may still be useful."""
     steps = run_on_rank_0(lambda: list_checkpoints(folder))
-    rolls_back = load_step > 0 and load_step not in run_on_rank_0(lambda: _rollbacks(folder))[-1:]
+    rolls_back = load_step != 0 and load_step not in run_on_rank_0(lambda: _rollbacks(folder))[-1:]
     if rolls_back:
         available = ", ".join(str(step_of(path)) for path in reversed(steps)) or "none"
-        steps = [path for path in steps if step_of(path) == load_step]
+        step = run_on_rank_0(lambda: _best_step_to_load(folder)) if load_step == "best" else load_step
+        steps = [path for path in steps if step_of(path) == step]
         if not steps:
             raise ConfigError("checkpoint.load_step", f"{folder} has no such checkpoint; available steps: {available}")
     elif load_step and steps:
         console.info(
-            f"the run was already rolled back to step {load_step} and resumes from the newest checkpoint; "
+            f"the run was already rolled back (load_step = {load_step}) and resumes from the newest checkpoint; "
             "to repeat the rollback, remove "
             f"{folder / _LINEAGE}"
         )
     for path in steps:
         problem = verify(path, of_run=True)
         if not problem:
-            return ResumePoint(path, _read_state(path), rolls_back)
+            return ResumePoint(path, _read_state(path), rolls_back, load_step)
         if rolls_back:
             raise ConfigError("checkpoint.load_step", f"{path}: {problem}")
         console.warning(f"ignoring damaged checkpoint {path}: {problem}")
@@ -72,6 +76,13 @@ def find_resume_point(folder: Path, load_step: int = 0) -> ResumePoint | None:
     if load_step:
         raise ConfigError("checkpoint.load_step", f"{folder} contains no checkpoint")
     return None
+
+
+def _best_step_to_load(folder: Path) -> int:
+    try:
+        return step_of(best_checkpoint(folder))
+    except ConfigError as error:
+        raise ConfigError("checkpoint.load_step", error.message) from None
 
 
 def verify(checkpoint: Path, of_run: bool = False, alone: bool = False) -> str:
@@ -99,7 +110,7 @@ def check_train_state(checkpoint: Path) -> str:
 
 def _read_state(checkpoint: Path) -> TrainState:
     try:
-        return TrainState.from_json(manifest.read_text(checkpoint / "train_state.json", LARGEST_STATE))
+        return TrainState.from_json(manifest.read_text(checkpoint / STATE_FILE, LARGEST_STATE))
     except (ValueError, TypeError, KeyError, RecursionError):
         raise CorruptError("train_state.json is not a valid training state") from None
 
@@ -131,11 +142,11 @@ def changed_settings(saved: ResumePoint, config: str) -> list[str]:
 # ---------------------------------------------------------------- rolling back
 
 
-def _rollbacks(folder: Path) -> list[int]:
-    """Return the steps that the run was rolled back to, oldest first. Raises ConfigError."""
+def _rollbacks(folder: Path) -> list[int | str]:
+    """Return the values of load_step that the run was rolled back to, oldest first. Raises ConfigError."""
     try:
         steps = read_json_object(folder / _LINEAGE)["rolled_back_to"]
-        if all(type(step) is int for step in steps):
+        if all(type(step) is int or step == "best" for step in steps):
             return steps
     except FileNotFoundError:
         return []
@@ -161,7 +172,7 @@ def discard_newer(saved: ResumePoint) -> None:
                 path.rename(discarded / path.name)
                 sync(folder)
             console.info(f"moved {len(newer)} newer checkpoints to {discarded}")
-        atomic_write(folder / _LINEAGE, json.dumps({"rolled_back_to": [*steps, step]}))
+        atomic_write(folder / _LINEAGE, json.dumps({"rolled_back_to": [*steps, saved.requested]}))
     except OSError as error:
         message = f"{error.filename or folder} cannot be written ({error.strerror})"
         raise ConfigError("run.output_folder", message) from None

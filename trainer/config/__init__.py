@@ -20,6 +20,7 @@ from trainer.config.schema import (
     PreferenceConfig,
     ProfilingConfig,
     ResilienceConfig,
+    SamplesConfig,
     TokenizerConfig,
     TrainingConfig,
 )

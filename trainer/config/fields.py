@@ -15,6 +15,8 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
+import tomli
+
 from trainer.config import schema as declarations
 from trainer.config.schema import Config, ConfigError, Constraint
 
@@ -136,6 +138,10 @@ def _words(text: str) -> list[str]:
     """Split the text of a list, written as a,b or as ["a", "b"], into its words."""
     text = text.strip()
     if text.startswith("[") and text.endswith("]"):
+        with suppress(tomli.TOMLDecodeError):  # so that a word may contain a comma, or a space at its end
+            values = tomli.loads(f"list = {text}")["list"]
+            if all(isinstance(value, str) for value in values):
+                return values
         text = text[1:-1]
     return [word.strip().strip("\"'") for word in text.split(",")] if text.strip() else []
 
@@ -144,8 +150,9 @@ def range_error(value: Any, constraint: Constraint) -> str:
     """Return the first rule that a value breaks, or "" if it breaks none. value: must have the declared type."""
     if isinstance(value, tuple):
         return next(filter(None, (range_error(v, constraint) for v in value)), "")
-    if isinstance(value, str) and not value.isprintable():
-        return "must be printable text"
+    if isinstance(value, str):
+        text = re.sub(r"[\n\t]", " ", value) if constraint.multiline else value
+        return "" if text.isprintable() else "must be printable text"
     if isinstance(value, bool) or not isinstance(value, int | float):
         return ""
     least, above, most = constraint.min, constraint.exclusive_min, constraint.max

@@ -16,7 +16,7 @@ from trainer.config.packages import is_installed
 from trainer.config.pretrained import SHORT_FLAGS, with_pretrained
 from trainer.config.schema import DOCUMENT_COLUMNS, MESSAGE_COLUMNS, Config, ConfigError, toml_value
 from trainer.system.files import folder_error
-from trainer.system.paths import exists, is_dataset_name
+from trainer.system.paths import exists, is_dataset_name, split_best
 
 DEFAULT_CONFIG = Path(__file__).parents[2] / "train_configs" / "debug.toml"
 
@@ -60,6 +60,7 @@ def load_config(argv: Sequence[str], check_files: Collection[str] = FILE_SECTION
             origins[f"{setting.key}.{entry}"] = origin
         else:
             raise ConfigError("", f"{origin}: {entry!r} is not a valid name")
+    _prefer_flag(values["training"], origins)
     values["run"]["name"] = values["run"].get("name") or Path(file).stem
     defaults = Config()
     sections = {name: replace(getattr(defaults, name), **members) for name, members in values.items()}
@@ -71,6 +72,15 @@ def load_config(argv: Sequence[str], check_files: Collection[str] = FILE_SECTION
     except ConfigError as error:
         raise ConfigError("", config.explain(error)) from None
     return config
+
+
+def _prefer_flag(training: dict[str, Any], origins: dict[str, str]) -> None:
+    """Remove the file's number of steps if the command line gives epochs, and the file's epochs if it gives steps."""
+    for given, other in (("steps", "epochs"), ("epochs", "steps")):
+        key = f"training.{other}"
+        by_flag = origins.get(f"training.{given}", "").startswith("--") and training[given] is not None
+        if by_flag and key in origins and not origins[key].startswith("--"):
+            del training[other], origins[key]
 
 
 def _from_file(file: str) -> Iterator[tuple[Setting, str, Callable[[Any, Any], Any], Any, str]]:
@@ -180,7 +190,7 @@ def check_combinations(config: Config) -> None:
 
 def _rules(config: Config) -> Iterator[tuple[str, object, str]]:
     """Yield (setting, whether its value breaks the rule, message) for every rule."""
-    name, data, training, optimizer = config.run.name, config.data, config.training, config.optimizer
+    name, data, training = config.run.name, config.data, config.training
     yield "run.name", name.strip() in ("", ".", "..") or {"/", "\\"} & set(name), "must be a single folder name"
     yield "run.output_folder", not config.run.output_folder.strip(), "must not be empty"
     yield "run.name", len(os.fsencode(name)) > 255, "exceeds 255 bytes, the limit for a folder name"
@@ -207,6 +217,30 @@ def _rules(config: Config) -> Iterator[tuple[str, object, str]]:
     nothing_held_out = not data.held_out_fraction and not config.evaluation.datasets
     message = "needs held-out documents, but [data] held_out_fraction is 0; without evaluation, set interval_steps = 0"
     yield "evaluation.interval_steps", config.evaluation.interval_steps and nothing_held_out, message
+    has_steps = "training.steps" in config.origins or training.steps != settings()["training.steps"].default
+    message = f"replaces [training] steps, but steps = {training.steps} is set too; remove one of them"
+    yield "training.epochs", training.epochs is not None and has_steps, message
+    yield "checkpoint.init_from", config.lora.rank and not config.checkpoint.init_from, "is required with [lora] rank"
+    message = "cannot be combined with [lora] rank, which keeps the base model unchanged"
+    yield "checkpoint.init_exclude", config.lora.rank and config.checkpoint.init_exclude, message
+    message = "best needs [evaluation] keep_best_on, which chooses the best checkpoint"
+    yield "checkpoint.export_checkpoint", _wants_best(config.checkpoint.export_checkpoint, config), message
+    yield "checkpoint.load_step", _wants_best(config.checkpoint.load_step, config), message
+    rolls_back = config.resilience.on_loss_spike == "rollback" and not config.checkpoint.enabled
+    yield "resilience.on_loss_spike", rolls_back, "rollback needs [checkpoint] enabled = true"
+    sinks = set(config.metrics.sinks)
+    message = 'must contain "jsonl" too: other sinks deliver the records of metrics.jsonl'
+    yield "metrics.sinks", sinks - {"console"} and "jsonl" not in sinks, message
+    limit = config.distributed.timeout_s
+    message = (
+        f"must be below [distributed] timeout_s, {limit:g}: otherwise a collective fails before the hang is reported"
+    )
+    yield "resilience.hang_timeout_s", config.resilience.hang_timeout_s >= limit, message
+    yield from _optimizer_rules(config)
+
+
+def _optimizer_rules(config: Config) -> Iterator[tuple[str, object, str]]:
+    optimizer, training = config.optimizer, config.training
     message = "is incompatible with [parallel] cpu_offload, which already keeps the optimizer state on the host"
     yield "optimizer.offload", optimizer.offload != "none" and config.parallel.cpu_offload, message
     early = optimizer.offload == "state_and_gradients" and training.reduce_every_microbatch
@@ -222,19 +256,6 @@ def _rules(config: Config) -> Iterator[tuple[str, object, str]]:
     }
     for message, broken in incompatible.items():
         yield "optimizer.in_backward", optimizer.in_backward and broken, f"is incompatible with {message}"
-    yield "checkpoint.init_from", config.lora.rank and not config.checkpoint.init_from, "is required with [lora] rank"
-    message = "cannot be combined with [lora] rank, which keeps the base model unchanged"
-    yield "checkpoint.init_exclude", config.lora.rank and config.checkpoint.init_exclude, message
-    rolls_back = config.resilience.on_loss_spike == "rollback" and not config.checkpoint.enabled
-    yield "resilience.on_loss_spike", rolls_back, "rollback needs [checkpoint] enabled = true"
-    sinks = set(config.metrics.sinks)
-    message = 'must contain "jsonl" too: other sinks deliver the records of metrics.jsonl'
-    yield "metrics.sinks", sinks - {"console"} and "jsonl" not in sinks, message
-    limit = config.distributed.timeout_s
-    message = (
-        f"must be below [distributed] timeout_s, {limit:g}: otherwise a collective fails before the hang is reported"
-    )
-    yield "resilience.hang_timeout_s", config.resilience.hang_timeout_s >= limit, message
     rises = config.lr_schedule.name == "range_test"
     yield (
         "lr_schedule.min_lr_ratio",
@@ -244,6 +265,11 @@ def _rules(config: Config) -> Iterator[tuple[str, object, str]]:
     yield "lr_schedule.warmup_steps", rises and config.lr_schedule.warmup_steps, "must be 0 with name = range_test"
     undecayed = config.lr_schedule.name == "warmup_stable_decay" and not config.lr_schedule.decay_steps
     yield "lr_schedule.decay_steps", undecayed, "must be at least 1 with name = warmup_stable_decay"
+
+
+def _wants_best(value: int | str, config: Config) -> bool:
+    """Return whether a setting chooses the best checkpoint of a run that tracks none."""
+    return value == "best" and not config.evaluation.keep_best_on
 
 
 def _preference_rules(config: Config) -> Iterator[tuple[str, object, str]]:
@@ -285,7 +311,7 @@ def _holds(condition: str, config: Config) -> bool:
 
 def _check_files(config: Config, sections: Collection[str]) -> None:
     for section, key in (("checkpoint", "checkpoint.init_from"), ("lora", "lora.init_from")):
-        if section in sections and config.value(key) and (message := folder_error(config.value(key))):
+        if section in sections and config.value(key) and (message := folder_error(split_best(config.value(key))[0])):
             raise ConfigError(key, message)
     tokenizer = config.tokenizer
     is_folder = tokenizer.backend == "huggingface" and os.path.isdir(tokenizer.path)

@@ -14,8 +14,13 @@ def to_toml(config: Config, show_origins: bool = False) -> str:
     """Return the configuration as TOML, including defaults. Loading this text with load_config returns an equal configuration.
     show_origins: whether comments name the values that come from [model] pretrained."""
     lines = []
+    omitted = {"training.steps"} if config.training.epochs is not None else set()  # a file has one of the two
     for section, members in groupby(settings().values(), attrgetter("section")):
-        entries = [f"{s.name} = {toml_value(config.value(s.key))}{_comment(config, s, show_origins)}" for s in members]
+        entries = [
+            f"{s.name} = {toml_value(config.value(s.key))}{_comment(config, s, show_origins)}"
+            for s in members
+            if s.key not in omitted
+        ]
         lines += [f"[{section}]", *entries, ""]
     return "\n".join(lines)
 

@@ -40,6 +40,8 @@ class Constraint:
     """Whether the saved state depends on the setting. If so, a run can resume only with the value in the checkpoint."""
     per_node: bool = False
     """Whether the nodes of one run may have different values."""
+    multiline: bool = False
+    """Whether a text may contain line breaks and tabs."""
     free_keys: bool = False
     """Whether the keys of the table may be any printable text."""
     only_with: str = ""
@@ -58,6 +60,7 @@ NAMED_MODEL = Constraint(used_with="empty [model] huggingface")
 INITIALIZED = Constraint(only_with="[checkpoint] init_from")
 ADAPTED = Constraint(only_with="[lora] rank")
 SENT = Constraint(only_with="[metrics] sinks = wandb or mlflow or trackio")
+PROMPTED = Constraint(only_with="[samples] prompts")
 PREFERRED = Constraint(only_with="[preference] loss != none")
 
 MESSAGE_COLUMNS = ("role", "content")
@@ -240,6 +243,10 @@ class DataConfig:
 class TrainingConfig:
     steps: Steps = 1000
     """Number of optimizer steps of the run."""
+    epochs: Annotated[float | None, Constraint(exclusive_min=0, max=10**6, unit="epochs")] = None
+    """Length of the run in epochs instead of in steps; one epoch has as many samples as all training datasets together. The run
+    ends with the step that completes the last epoch. "none": `steps` is the length. On the command line, either of the two
+    replaces the other in the file."""
     seq_len: Annotated[int, Constraint(min=1, max=10**8, unit="tokens", fixed_on_resume=True)] = 2048
     """Number of tokens in a sample."""
     global_batch_size: Samples = 16
@@ -311,7 +318,7 @@ class LoraConfig:
     """Initial values of the first matrix: "kaiming": uniform up to 1 / sqrt(inputs); "gaussian": normal, with standard deviation
     1 / rank. The second matrix starts at zero."""
     init_from: Annotated[str, ADAPTED] = ""
-    """Path of an adapter to continue with: a run folder, a checkpoint, or a folder written by the package peft."""
+    """Path of an adapter to continue with: a run folder (or RUN_FOLDER@best), a checkpoint, or a folder of the package peft."""
     dtype: Annotated[Literal["fp32", "bf16"], ADAPTED, FIXED] = "fp32"
     """Precision of the trained parameters between steps. Frozen parameters have [training] parameter_dtype."""
 
@@ -346,14 +353,14 @@ class PreferenceConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LrScheduleConfig:
-    name: Literal["cosine", "linear", "warmup_stable_decay", "range_test"] = "cosine"
-    """Shape of the learning rate's decay after warm-up. "range_test": the rate rises exponentially in all steps, from
-    min_lr_ratio times the peak to the peak (scripts/find_lr.py)."""
+    name: Literal["cosine", "linear", "warmup_stable_decay", "constant", "range_test"] = "cosine"
+    """Shape of the learning rate's decay after warm-up. "constant": no decay. "range_test": the rate rises exponentially in all
+    steps, from min_lr_ratio times the peak to the peak (scripts/find_lr.py)."""
     warmup_steps: StepsOrZero = 0
     """Number of steps of linear warm-up to the peak learning rate."""
     decay_steps: Annotated[StepsOrZero, Constraint(only_with="[lr_schedule] name = warmup_stable_decay")] = 0
-    """Number of steps of the final decay of "warmup_stable_decay". The other schedules decay over all steps after warm-up."""
-    min_lr_ratio: Fraction = 0.1
+    """Number of steps of the final decay of "warmup_stable_decay". "cosine" and "linear" decay over all steps after warm-up."""
+    min_lr_ratio: Annotated[Fraction, Constraint(used_with="[lr_schedule] name != constant")] = 0.1
     """Final learning rate (of "range_test": the first one), as a fraction of the peak learning rate."""
 
 
@@ -440,11 +447,14 @@ class CheckpointConfig:
     on_failure: Annotated[Literal["continue", "stop"], SAVING] = "continue"
     """Action after a failed save (for example, on a full disk). "continue": log a warning and save again at the next interval;
     "stop": end the run. In both cases, the last save of a run must succeed."""
-    load_step: Annotated[StepsOrZero, Constraint(only_with="[checkpoint] enabled")] = 0
-    """Step to roll back to. The first start with this value moves newer checkpoints of the run to discarded-N/. 0: resume from
-    the latest checkpoint."""
+    load_step: Annotated[
+        int | Literal["best"], Constraint(min=0, max=10**12, unit="steps", only_with="[checkpoint] enabled")
+    ] = 0
+    """Step to roll back to, or "best": that of the best checkpoint. The first start with this value moves the run's newer
+    checkpoints to discarded-N/. 0: resume from the latest checkpoint."""
     init_from: str = ""
-    """Path of a new run's initial weights: a run folder, checkpoint or Hugging Face model folder. Empty: random weights."""
+    """Path of a new run's initial weights: a run folder (its newest checkpoint; with @best at the end of the path, its best one),
+    checkpoint or Hugging Face model folder. Empty: random weights."""
     resize_embeddings: Annotated[bool, INITIALIZED] = False
     """Whether to accept weights with a smaller vocabulary. New embedding and output rows become the mean of the loaded rows."""
     init_exclude: Annotated[tuple[str, ...], INITIALIZED] = ()
@@ -452,6 +462,10 @@ class CheckpointConfig:
     export_huggingface: Annotated[bool, Constraint(only_with="[checkpoint] enabled")] = False
     """Whether to also write the model to the run folder in Hugging Face format after the last step; with [lora] rank, only the
     adapter, in the format of the package peft."""
+    export_checkpoint: Annotated[Literal["last", "best"], Constraint(only_with="[checkpoint] export_huggingface")] = (
+        "last"
+    )
+    """Checkpoint that export_huggingface writes: that of the last step, or the best one by [evaluation] keep_best_on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -463,7 +477,36 @@ class EvaluationConfig:
     datasets: Annotated[Mapping[str, str], PER_NODE] = field(default_factory=dict)
     """Datasets used for evaluation only, in addition to held-out documents: datasets = { wiki = "jsonl:/data/wiki.jsonl" }."""
     keep_best_on: Annotated[str, Constraint(only_with="[checkpoint] enabled")] = ""
-    """Name of an evaluation dataset. The checkpoint with the lowest loss on this dataset is always kept."""
+    """Name of an evaluation dataset. The checkpoint with the lowest loss on this dataset is always kept. It is the run's best
+    checkpoint, which commands and settings find as RUN_FOLDER@best."""
+    early_stopping_patience: Annotated[
+        int, Constraint(min=0, max=10**6, unit="evaluations", only_with="[evaluation] keep_best_on")
+    ] = 0
+    """Number of evaluations in a row in which the loss on keep_best_on does not fall, after which the run ends, with a checkpoint
+    and as after its last step. 0: never."""
+    early_stopping_min_delta: Annotated[
+        float, Constraint(min=0, max=1000, only_with="[evaluation] early_stopping_patience")
+    ] = 0.0
+    """Decrease below the lowest loss so far that a falling loss must exceed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplesConfig:
+    prompts: Annotated[tuple[str, ...], Constraint(multiline=True)] = ()
+    """Texts that the model continues during training, to show what it has learned: ["def ", "import "]. If the run trains on
+    conversations, each is a user's message. Each new token costs one forward over a microbatch. Empty: no samples."""
+    interval_steps: Annotated[StepsOrZero, PROMPTED] = 0
+    """Number of steps between samples. Samples also follow the last step. 0: only these."""
+    max_new_tokens: Annotated[int, PROMPTED, Constraint(min=1, max=10**6, unit="tokens")] = 64
+    """Maximum number of tokens of a text. Prompt and text have at most [training] seq_len tokens together."""
+    temperature: Annotated[float, PROMPTED, Constraint(min=0, max=1000)] = 0.8
+    """Divisor of the logits. 0: always the most likely token."""
+    top_k: Annotated[int, PROMPTED, Constraint(min=0, max=10**9)] = 0
+    """Number of most likely tokens from which the next one is sampled; 0: all."""
+    top_p: Annotated[float, PROMPTED, Constraint(exclusive_min=0, max=1)] = 1.0
+    """Total probability of the most likely tokens from which the next one is sampled."""
+    seed: Annotated[int, PROMPTED, Constraint(min=0, max=2**63 - 1)] = 0
+    """Seed of the sampling, the same for each prompt and each time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -549,6 +592,7 @@ class Config:
     compile: CompileConfig = field(default_factory=CompileConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    samples: SamplesConfig = field(default_factory=SamplesConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     profiling: ProfilingConfig = field(default_factory=ProfilingConfig)
     resilience: ResilienceConfig = field(default_factory=ResilienceConfig)

@@ -28,8 +28,8 @@ def load_model(
     """Load a complete model and its tokenizer into this process. It needs no process group, and no other rank if there is one.
 
     Args:
-        path: Checkpoint, run folder (its newest checkpoint is loaded), or model folder in Hugging Face's format. A checkpoint
-            that contains only an adapter is merged with its base model.
+        path: Checkpoint, run folder (its newest checkpoint is loaded; with "@best" at the end of the path, its best one), or
+            model folder in Hugging Face's format. A checkpoint that contains only an adapter is merged with its base model.
         base: Folder of the base model, if the checkpoint contains only an adapter and the base has moved since the training.
         dtype: Type of the parameters.
         device: Device of the parameters.

@@ -4,11 +4,12 @@ import math
 
 from trainer.config import LrScheduleConfig
 
-# Name -> decay: its value is 1 at the peak and 0 at the minimum, and it falls while progress rises from 0 to 1.
+# Name -> decay: its value is 1 at the peak and 0 at the minimum. It does not rise while progress rises from 0 to 1.
 DECAYS = {
     "cosine": lambda progress: 0.5 * (1 + math.cos(math.pi * progress)),
     "linear": lambda progress: 1 - progress,
     "warmup_stable_decay": lambda progress: 1 - progress,
+    "constant": lambda progress: 1,
 }
 
 
@@ -17,8 +18,8 @@ def learning_rate(config: LrScheduleConfig, peak: float, step: int, steps: int) 
 
     The learning rate rises linearly and reaches the peak at step `warmup_steps`. In step 1 it is above 0, so that this step is
     not wasted. After the peak it decays, and the last step has min_lr_ratio * peak. With the schedule "warmup_stable_decay", it
-    stays at the peak and decays only during the last `decay_steps` steps. With "range_test", it rises exponentially from
-    min_lr_ratio * peak in the first step to the peak in the last one.
+    stays at the peak and decays only during the last `decay_steps` steps. With "constant", it stays at the peak. With
+    "range_test", it rises exponentially from min_lr_ratio * peak in the first step to the peak in the last one.
 
     Args:
         step: Number of the step, from 1.

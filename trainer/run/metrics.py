@@ -20,7 +20,7 @@ from trainer.state import TrainState
 from trainer.system import console
 from trainer.system.units import GIB
 
-_NOT_TRAINING = ("evaluation", "checkpoint", "profiling")
+_NOT_TRAINING = ("evaluation", "samples", "checkpoint", "profiling")
 """Phases that are not part of a step's duration."""
 
 

@@ -64,7 +64,9 @@ def resolve(config: Config, world_size: int) -> ResolvedRun:
     on_gpu = config.run.device != "cpu" and devices.gpu_count() > 0
     compiled = resolve_compilation(config.compile.enabled, config.parallel, on_gpu)
     check_supported(config.parallel, config.activation_checkpoint, training, on_gpu, compiled)
-    _check_profiling(config.profiling, training.steps, world_size, on_gpu)
+    _check_profiling(config.profiling, world_size, on_gpu)
+    if training.epochs is None:
+        require_profiled_step(config.profiling, training.steps)
     of_folder = is_from_pretrained(config, "model.huggingface")
     folder = config.model.pretrained if of_folder else config.model.huggingface
     name = folder or f"{family}/{config.model.size}"
@@ -145,12 +147,16 @@ def _fingerprint(config: Config) -> dict[str, Any]:
     return fingerprint
 
 
-def _check_profiling(config: ProfilingConfig, steps: int, world_size: int, on_gpu: bool) -> None:
-    """Raise ConfigError if no step, rank or device of the run can be profiled as configured. steps: of the run."""
-    if config.memory_snapshot and not on_gpu:
-        raise ConfigError("profiling.memory_snapshot", "needs a GPU")
+def require_profiled_step(config: ProfilingConfig, steps: int) -> None:
+    """Raise ConfigError if the first profiled step is beyond the run's steps."""
     if config.first_step > steps:
         raise ConfigError("profiling.first_step", f"exceeds [training] steps = {steps}")
+
+
+def _check_profiling(config: ProfilingConfig, world_size: int, on_gpu: bool) -> None:
+    """Raise ConfigError if no rank or device of the run can be profiled as configured."""
+    if config.memory_snapshot and not on_gpu:
+        raise ConfigError("profiling.memory_snapshot", "needs a GPU")
     if config.rank != "all" and config.rank >= world_size:
         raise ConfigError("profiling.rank", f"must be below the number of ranks, {world_size}")
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from trainer.adapters.select import SCALE_SETTINGS
 from trainer.checkpoint import resume
+from trainer.checkpoint.export import export_run
 from trainer.checkpoint.huggingface import (
     CHAT_TEMPLATE,
     GENERATION_CONFIG,
@@ -31,6 +32,7 @@ from trainer.run.resolve import ResolvedRun
 from trainer.run.text_format import TextFormat
 from trainer.runtime import device as devices
 from trainer.runtime.distributed import run_on_rank_0
+from trainer.state import TrainState
 from trainer.system import console
 from trainer.system.environment import environment
 from trainer.system.files import atomic_write, existing_part, file_error, folder_error, lock_holder, try_lock
@@ -119,7 +121,7 @@ def release_if_empty(folder: Path, lock: TextIO | None) -> None:
             folder.rmdir()
 
 
-def resume_point(folder: Path, load_step: int, fingerprint: Mapping[str, Any]) -> ResumePoint | None:
+def resume_point(folder: Path, load_step: int | str, fingerprint: Mapping[str, Any]) -> ResumePoint | None:
     """Return the checkpoint to resume from, or None for a new run.
 
     Args:
@@ -134,6 +136,29 @@ def resume_point(folder: Path, load_step: int, fingerprint: Mapping[str, Any]) -
     if saved is not None:
         resume.require_compatible(saved, fingerprint)
     return saved
+
+
+def already_finished(config: Config, state: TrainState, stopped_early: str = "") -> bool:
+    """Return whether the run has no step left. If so, log it, and write the export if it is missing.
+
+    Args:
+        config: Epochs are steps only once the data is open: until then, the function returns False.
+        state: Progress of the run.
+        stopped_early: Why the run has ended before its last step, or "".
+    """
+    if not state.step or config.training.epochs is not None:
+        return False
+    if state.step >= config.training.steps:
+        length = "epochs" if "training.epochs" in config.origins else "steps"
+        console.info(f"{config.run.name} already finished at step {state.step}; raise --training.{length} to continue")
+    elif stopped_early:
+        advice = "raise --evaluation.early_stopping_patience, or set it to 0, to continue"
+        console.info(f"{config.run.name} already stopped early at step {state.step}: {stopped_early}; {advice}")
+    else:
+        return False
+    if config.checkpoint.export_huggingface:
+        export_run(config.run.folder, config.checkpoint.export_checkpoint, skip_existing=True)
+    return True
 
 
 def create_run_folder(folder: Path) -> None:
@@ -214,20 +239,32 @@ def save_run_info(config: Config, device: torch.device) -> None:
 
 
 def log_summary(
-    config: Config, resolved: ResolvedRun, device: torch.device, deterministic: bool, attention: str, data: Datasets
+    config: Config, resolved: ResolvedRun, device: torch.device, deterministic: bool, attention: str
 ) -> None:
-    """Log the model, device and data of the run, and warn if the schedule does not fit into it. attention: name of the attention
-    kernel."""
+    """Log the model and the device of the run. attention: name of the attention kernel."""
     dims, training = resolved.dims, config.training
+    trained = "all" if resolved.num_trained == resolved.num_parameters else f"{resolved.num_trained:,}"
     console.info(
-        f"{config.run.name}: {resolved.model_name}, {resolved.num_parameters:,} parameters, computing in "
+        f"{config.run.name}: {resolved.model_name}, {resolved.num_parameters:,} parameters, {trained} trained, computing in "
         f"{training.compute_dtype}{', compiled,' * resolved.compiled} on {dims.world_size} x {devices.name(device)} "
         f"({dims}), {'bitwise deterministic' if deterministic else 'deterministic up to rounding'}, "
         f"attention: {attention}"
     )
+
+
+def log_data(config: Config, grad_accum: int, data: Datasets, epochs: float, targets: float) -> None:
+    """Log the data of the run, and warn if the schedule does not fit into it.
+
+    Args:
+        grad_accum: Number of microbatches per step on each rank.
+        epochs: Number of epochs at the end of the run.
+        targets: Share of the tokens that are targets.
+    """
+    training = config.training
     console.info(
-        f"data {data.name}: {len(data.training)} samples of {training.seq_len} tokens, "
-        f"{training.global_batch_size} per step, in {resolved.grad_accum} microbatches per rank"
+        f"data {data.name}: {len(data.training)} samples of {training.seq_len} tokens ({100 * targets:.3g} % targets), "
+        f"{training.global_batch_size} per step, in {grad_accum} microbatches per rank; "
+        f"{training.steps} steps make {epochs:.3g} epochs"
     )
     schedule, steps = config.lr_schedule, training.steps
     if schedule.warmup_steps + schedule.decay_steps > steps:

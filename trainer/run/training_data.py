@@ -1,21 +1,28 @@
 """The training data of a run: the datasets, the sample order, and this rank's part of each batch."""
 
+import math
 from collections.abc import Iterator
+from dataclasses import replace
+from fractions import Fraction
 
 import numpy as np
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from trainer.batch import Batch
+from trainer.batch import IGNORE_INDEX, Batch
 from trainer.config import Config, TrainingConfig
 from trainer.data.build import Datasets, open_datasets
 from trainer.data.datasets import prepare_datasets
 from trainer.data.sampling.loader import BatchPartition, SampleOrder, training_batches
 from trainer.data.sampling.mixture import require_unchanged_phases
+from trainer.data.sampling.samples import Samples
 from trainer.data.tokenizer.protocol import Tokenizer
 from trainer.resilience.stop_signals import StopRequest
 from trainer.runtime.distributed import once_per_node, require_agreement
 from trainer.state import TrainState
+
+_COUNTED_SAMPLES, _COUNTED_TOKENS = 256, 2**20
+"""Maximum numbers of samples and of tokens in which targets are counted at the start."""
 
 
 def prepare_and_open(config: Config, tokenizer: Tokenizer) -> Datasets:
@@ -29,6 +36,32 @@ def prepare_and_open(config: Config, tokenizer: Tokenizer) -> Datasets:
     datasets = open_datasets(data, evaluation, stores, seq_len, evaluates)
     require_agreement({"data": datasets.name, "evaluation.datasets": datasets.evaluation_names})
     return datasets
+
+
+def with_steps(config: Config, datasets: Datasets, saved: TrainState | None) -> Config:
+    """Return the configuration with training.steps instead of training.epochs. saved: progress of the run that is resumed, which
+    may have had another batch size."""
+    training, done = config.training, saved or TrainState()
+    if training.epochs is None:
+        return config
+    # From its text: 1.1 as a binary fraction is larger than 1.1.
+    samples = math.ceil(Fraction(str(training.epochs)) * len(datasets.training))
+    steps = done.step + max(0, -(-(samples - done.cursor) // training.global_batch_size))
+    return replace(config, training=replace(training, steps=steps, epochs=None))
+
+
+def epochs_of(training: TrainingConfig, datasets: Datasets, state: TrainState) -> float:
+    """Return the number of epochs that the run has made when it ends."""
+    remaining = (training.steps - state.step) * training.global_batch_size
+    return (state.cursor + remaining) / len(datasets.training)
+
+
+def target_share(samples: Samples) -> float:
+    """Return the share of positions with a target, in samples that are spread evenly over the dataset."""
+    size = samples[np.zeros(1, np.int64)].labels.shape[1]
+    count = min(len(samples), max(1, min(_COUNTED_SAMPLES, _COUNTED_TOKENS // size)))
+    labels = samples[np.linspace(0, len(samples) - 1, count).astype(np.int64)].labels
+    return (labels != IGNORE_INDEX).float().mean().item()
 
 
 def partition_of_batch(training: TrainingConfig, batch_axis: DeviceMesh) -> BatchPartition:

@@ -8,6 +8,8 @@ MANIFEST = "manifest.json"
 """Name of the file that every checkpoint has. It is written last."""
 MODEL_FILE = "model.json"
 """Name of the file in a checkpoint that describes the model and lists the tokenizer files."""
+STATE_FILE = "train_state.json"
+"""Name of the file in a checkpoint with the step and the values that a resumed run continues."""
 
 _NAME = re.compile(r"step-(\d{8,15})(\.old)?")
 

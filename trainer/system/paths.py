@@ -6,7 +6,10 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
+BEST = "@best"
+"""End of a path that stands for the best checkpoint of the run folder before it."""
 _NEVER_DATA = ("__MACOSX", "_temporary")
 """Folders with another program's files: attributes of files in archives of macOS, unfinished output of Spark and Hadoop."""
 
@@ -31,6 +34,13 @@ def is_dataset_name(path: str) -> bool:
     return (
         bool(is_name) and not os.path.exists(owner) and not re.search(r"\.(jsonl?|parquet|arrow|csv|tsv|gz|zst)$", name)
     )
+
+
+def split_best(path: str | Path) -> tuple[Path, bool]:
+    """Return a path without BEST, and whether it ended so. A folder with such a name is meant itself."""
+    text = str(path)
+    is_best = text.endswith(BEST) and not os.path.lexists(text)
+    return Path(text.removesuffix(BEST) if is_best else text), is_best
 
 
 def unreadable(error: OSError, path: str = "") -> str:

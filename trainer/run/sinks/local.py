@@ -13,29 +13,64 @@ from trainer.system import console
 from trainer.system.files import atomic_write, is_moved, parse_json_object, require_regular
 from trainer.system.units import duration
 
+_HALF_LIFE = 200
+"""Number of steps after which a step counts half in the estimate of the remaining time."""
 _BUFFER_BYTES = 2**22
 """Size of the file's buffer. While a disk is full, the buffer keeps the records that cannot be written."""
 
 
+class RemainingTime:
+    """Estimate of the time to the end of a run, from a mean over the last steps in which older ones count less. It includes
+    evaluations and saves."""
+
+    def __init__(self, steps: int):
+        """steps: step after which the run ends."""
+        self.steps = steps
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget the past steps. The next ones begin another process or follow a rollback."""
+        self.seconds = self.num_steps = 0.0  # weighted sums over the past steps
+        self.is_first = True
+
+    def after(self, record: dict[str, Any]) -> float:
+        """Return the seconds that remain after a training record."""
+        num_steps = record["step"] - record["first_step"] + 1
+        seconds = num_steps * record["step_time_s"] + record["evaluation_time_s"] + record["checkpoint_time_s"]
+        if self.is_first:  # it contains the compilation, so it counts only until there is another one
+            self.is_first = False
+            return (self.steps - record["step"]) * seconds / num_steps
+        decay = 0.5 ** (num_steps / max(_HALF_LIFE, num_steps))
+        self.seconds = decay * self.seconds + seconds
+        self.num_steps = decay * self.num_steps + num_steps
+        return (self.steps - record["step"]) * self.seconds / self.num_steps
+
+
 class Console:
-    """A line for each training record."""
+    """A line for each training record, and the samples."""
 
     def __init__(self, run: LoggedRun):
         self.steps = run.steps
+        self.remaining = RemainingTime(run.steps)
 
     def write(self, record: dict[str, Any]) -> None:
         if record["kind"] == "train":
             console.info(self._line(record))
+        elif record["kind"] == "samples":
+            for sample in record["samples"]:
+                text = sample["text"].replace("\t", "    ").replace("\n", "\n    ")
+                console.info(f"step {record['step']} | sample after {sample['prompt']!r}:\n    {text}")
 
     def rewind(self, step: int) -> None:
-        """Do nothing: lines cannot be removed."""
+        """Begin a new estimate of the remaining time. Lines cannot be removed."""
+        self.remaining.forget()
 
     def close(self) -> None:
         """Do nothing: each line is flushed."""
 
     def _line(self, record: dict[str, Any]) -> str:
         step, steps = record["step"], self.steps
-        remaining_s = (steps - step) * record["step_time_s"]
+        remaining_s = self.remaining.after(record)
         mfu = f" | MFU {record['mfu_percent']:.1f} %" if "mfu_percent" in record else ""
         loss = f"loss {record['loss']:.4f}"
         if console.on_terminal():

@@ -1,0 +1,118 @@
+"""The best checkpoint of a run, under every name and in every command that finds it."""
+
+import json
+import shutil
+
+import pytest
+import torch
+
+from tests.commands import run_script
+from tests.training_runs import checkpoint_of, error_line, in_folder, records, train
+from trainer.checkpoint.commit import step_of
+from trainer.checkpoint.export import is_export_of
+from trainer.checkpoint.weights import resolve_checkpoint
+from trainer.config import ConfigError
+from trainer.config.model_source import best_step, list_checkpoints
+from trainer.inference import load_model
+
+WORSENS = ["--training.steps", "8", "--optimizer.lr", "1.0", "--lr_schedule.warmup_steps", "8"]
+"""The learning rate rises until it degrades the model."""
+TRACKED = [
+    "--evaluation.interval_steps",
+    "2",
+    "--evaluation.max_samples",
+    "16",
+    "--evaluation.keep_best_on",
+    "held_out",
+]
+
+
+@pytest.fixture(scope="module")
+def trained(ranks, tiny, tmp_path_factory):
+    """The folder of a run whose best checkpoint is not its last one, with an export of the best one."""
+    folder = tmp_path_factory.mktemp("best") / "run"
+    export = ["--checkpoint.export_huggingface", "true", "--checkpoint.export_checkpoint", "best"]
+    ranks(1).run(train, [*tiny, *in_folder(folder), *WORSENS, *TRACKED, *export])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def best(trained):
+    losses = {r["step"]: r["loss"] for r in records(trained, "eval")}
+    step = min(losses, key=losses.get)
+    assert step < 8
+    return trained / "checkpoints" / f"step-{step:08}"
+
+
+def at_best(folder):
+    return folder.with_name(f"{folder.name}@best")
+
+
+def test_a_path_that_ends_in_best_is_the_best_checkpoint(trained, best):
+    assert resolve_checkpoint(at_best(trained)) == best
+    assert resolve_checkpoint(trained) == checkpoint_of(trained)
+    loaded, _ = load_model(at_best(trained))
+    expected, _ = load_model(best)
+    assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), expected.parameters(), strict=True))
+
+
+def test_a_folder_with_such_a_name_is_meant_itself(trained, tmp_path):
+    shutil.copytree(checkpoint_of(trained), tmp_path / "run@best")
+    assert resolve_checkpoint(tmp_path / "run@best") == tmp_path / "run@best"
+
+
+def test_a_run_without_a_best_checkpoint_is_one_line(trained, tmp_path):
+    with pytest.raises(ConfigError, match=r"none: expected a folder|none: no such"):
+        resolve_checkpoint(tmp_path / "none@best")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match=r"empty/checkpoints contains no checkpoint"):
+        resolve_checkpoint(tmp_path / "empty@best")
+    shutil.copytree(trained, tmp_path / "run")
+    shutil.rmtree(resolve_checkpoint(tmp_path / "run@best"))
+    with pytest.raises(ConfigError, match=r"the best checkpoint, step \d+, does not exist anymore"):
+        resolve_checkpoint(tmp_path / "run@best")
+    (remaining,) = [path for path in (tmp_path / "run" / "checkpoints").iterdir() if step_of(path) == 8]
+    state = json.loads((remaining / "train_state.json").read_text())
+    (remaining / "train_state.json").write_text(json.dumps(state | {"best": []}))
+    with pytest.raises(ConfigError, match=r"has no best checkpoint: the run had no \[evaluation\] keep_best_on"):
+        resolve_checkpoint(tmp_path / "run@best")
+
+
+def test_the_list_marks_the_best_checkpoint(trained, best):
+    lines = run_script("scripts/checkpoint.py", "list", trained).stdout.splitlines()
+    assert [line.split()[0] for line in lines if line.endswith(", best")] == [best.name]
+    assert run_script("scripts/checkpoint.py", "verify", at_best(trained)).stdout == f"{best}: intact\n"
+
+
+def test_the_export_at_the_end_is_the_chosen_checkpoint(trained, best):
+    assert is_export_of(trained / "huggingface", best)
+
+
+def test_a_new_run_starts_from_the_best_checkpoint(ranks, tiny, trained, best, tmp_path):
+    losses = []
+    for source in (at_best(trained), best, trained):
+        folder = tmp_path / str(len(losses))
+        argv = [*tiny, *in_folder(folder), "--training.steps", "1", "--checkpoint.init_from", str(source)]
+        ranks(1).run(train, argv)
+        losses.append(records(folder)[0]["loss"])
+    assert losses[0] == losses[1] != losses[2]
+
+
+def test_a_run_goes_back_to_its_best_checkpoint_once(ranks, tiny, trained, best, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(trained, folder)
+    argv = [*tiny, *in_folder(folder), *WORSENS[2:], *TRACKED, "--checkpoint.load_step", "best"]
+    ranks(1).run(train, [*argv, "--training.steps", str(step_of(best) + 1)])
+    steps = [step_of(path) for path in list_checkpoints(folder / "checkpoints")]
+    assert steps[:2] == [step_of(best) + 1, step_of(best)]
+    assert best_step(folder / "checkpoints") == step_of(best) + 1, "the loss has improved"
+    ranks(1).run(train, [*argv, "--training.steps", str(step_of(best) + 2)])
+    assert (folder / "checkpoints" / f"step-{step_of(best) + 1:08}").exists(), "the same command continues"
+
+
+def test_the_best_checkpoint_needs_a_run_that_tracks_it(ranks, tiny, tmp_path):
+    message = "best needs [evaluation] keep_best_on, which chooses the best checkpoint"
+    argv = [*tiny, *in_folder(tmp_path / "run")]
+    assert error_line([*argv, "--checkpoint.load_step", "best"]) == f"--checkpoint.load_step best: {message}"
+    export = ["--checkpoint.export_huggingface", "true", "--checkpoint.export_checkpoint", "best"]
+    assert error_line([*argv, *export]) == f"--checkpoint.export_checkpoint best: {message}"

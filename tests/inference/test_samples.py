@@ -1,0 +1,115 @@
+"""Samples during training: the texts of generation, in any layout, without an effect on training."""
+
+import math
+
+import pytest
+import torch
+
+from tests.training_runs import (
+    checkpoint_of,
+    combine,
+    error_line,
+    in_folder,
+    lines_logged_by_train,
+    records,
+    train,
+    trainer_from,
+)
+from trainer.inference.generate import Sampling, TextGenerator, TextStream
+from trainer.inference.samples import NON_FINITE
+from trainer.system.files import read_json_lines
+
+SAMPLES = ["--samples.prompts", '["the ", "of and ", "to be"]', "--samples.interval_steps", "1"]
+SAMPLES += ["--samples.max_new_tokens", "4"]
+
+
+@pytest.mark.parametrize("layout", ["", "dp_shard", "tp", "pp"])
+def test_samples_do_not_change_training_by_a_bit(ranks, tiny, tmp_path, layout):
+    size, flags = (2, [f"--parallel.{layout}", "2"]) if layout else (1, [])
+    argv = [*tiny, *flags, "--training.steps", "3"]
+    results = []
+    for name, more in (("with", SAMPLES), ("without", [])):
+        results.append(ranks(size).run(train, combine([*argv, *in_folder(tmp_path / name), *more])))
+    with_samples, without = results
+    assert [(r.weights, r.random, r.microbatches) for r in with_samples] == [
+        (r.weights, r.random, r.microbatches) for r in without
+    ]
+    for key in ("loss", "grad_norm"):
+        assert [r[key] for r in records(tmp_path / "with")] == [r[key] for r in records(tmp_path / "without")]
+    assert [r["step"] for r in records(tmp_path / "with", "samples")] == [1, 2, 3]
+
+
+def texts_of_generation(checkpoint, prompts, sampling, max_new_tokens, chat):
+    """Return what scripts/generate.py prints after each prompt."""
+    generator = TextGenerator.load(checkpoint, torch.float32, torch.device("cpu"), 0, "")
+    texts = []
+    for text in prompts:
+        if chat:
+            chat_format = generator.chat_format()
+            prompt, stop = chat_format.prompt([{"role": "user", "content": text}]), {*chat_format.end_of_turn}
+        else:
+            prompt, stop = generator.text_prompt(text), set()
+        stream = TextStream(generator.tokenizer, [] if chat else prompt[len(generator.tokenizer.prefix) :])
+        stop |= generator.stop
+        tokens = generator.generate(prompt, sampling, 5, stop, max_new_tokens)
+        texts.append("".join([*(stream.put(token) for token in tokens if token not in stop), stream.rest()]))
+    return texts
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_sample_is_the_text_that_generation_gives(ranks, tiny, tmp_path, chat):
+    argv = [*tiny, *in_folder(tmp_path / "run"), *SAMPLES, "--samples.max_new_tokens", "50", "--samples.seed", "5"]
+    argv += ["--training.steps", "1", "--training.seq_len", "64"]
+    if chat:
+        argv += ["--data.dataset", "chat", "--data.path", "", "--data.packing", "none"]
+    ranks(1).run(train, combine(argv))
+    (record,) = records(tmp_path / "run", "samples")
+    prompts = [sample["prompt"] for sample in record["samples"]]
+    assert prompts == ["the ", "of and ", "to be"]
+    generated = (checkpoint_of(tmp_path / "run"), prompts, Sampling(), 50, chat)
+    assert [sample["text"] for sample in record["samples"]] == ranks(1).run(texts_of_generation, *generated)[0]
+
+
+def test_samples_are_printed_and_follow_the_last_step_only_by_default(ranks, tiny, tmp_path):
+    argv = [*tiny, *in_folder(tmp_path / "run"), "--training.steps", "2", "--samples.prompts", "the"]
+    lines, _ = ranks(2).run(lines_logged_by_train, combine([*argv, "--samples.max_new_tokens", "3"]))
+    (record,) = records(tmp_path / "run", "samples")
+    (sample,) = record["samples"]
+    assert record["step"] == 2 and record["samples_time_s"] > 0
+    text = sample["text"].replace("\n", "\n    ")
+    assert f"step 2 | sample after 'the':\n    {text}" in lines
+    assert all(math.isfinite(r["step_time_s"]) for r in records(tmp_path / "run"))
+
+
+def break_and_sample(argv, ends):
+    """Return the samples of a model whose output is not finite, or that generates only a token that ends a text."""
+    trainer = trainer_from(combine(argv))
+    engine = trainer.engine
+    with torch.no_grad():
+        output = engine.parameters["output.weight"]
+        if ends:
+            read = engine.forward_backward.read
+
+            def only_end(microbatches, readout):
+                logits = read(microbatches, readout).reshape(readout.shape)
+                logits[:, trainer.samples.tokenizer.eos] = 1e4
+                return logits
+
+            engine.forward_backward.read = only_end
+        else:
+            output.fill_(math.nan)
+    trainer.metrics.rewind(0)
+    trainer.sample()
+
+
+@pytest.mark.parametrize(("ends", "text"), [(True, ""), (False, NON_FINITE)])
+def test_a_text_ends_with_a_stop_token_or_with_a_broken_model(ranks, tiny, tmp_path, ends, text):
+    ranks(1).run(break_and_sample, [*tiny, *in_folder(tmp_path / "run"), *SAMPLES], ends)
+    (record,) = read_json_lines(tmp_path / "run" / "metrics.jsonl")
+    assert [sample["text"] for sample in record["samples"]] == [text] * 3
+
+
+def test_a_prompt_must_leave_room_for_a_token(ranks, tiny, tmp_path):
+    prompt = "the " * 40
+    (line,) = ranks(1).run(error_line, [*tiny, *in_folder(tmp_path / "run"), "--samples.prompts", f'["{prompt}"]'])
+    assert line.startswith("--samples.prompts ") and line.endswith("tokens, but [training] seq_len = 32 must be larger")

@@ -1,0 +1,61 @@
+"""The length of a run in epochs, and the share of targets."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from trainer.batch import IGNORE_INDEX, Batch
+from trainer.config import Config, TrainingConfig
+from trainer.run.training_data import epochs_of, target_share, with_steps
+from trainer.state import TrainState
+
+
+class HalfTargets:
+    """Samples whose first half consists of targets."""
+
+    def __init__(self, count, seq_len):
+        self.count, self.seq_len = count, seq_len
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, samples: np.ndarray) -> Batch:
+        labels = torch.full((len(samples), self.seq_len), IGNORE_INDEX)
+        labels[:, : self.seq_len // 2] = 1
+        return Batch(labels, labels, labels, labels, torch.from_numpy(samples))
+
+
+def steps_of(epochs, count, batch, saved=None):
+    config = Config(training=TrainingConfig(epochs=epochs, global_batch_size=batch))
+    datasets = SimpleNamespace(training=HalfTargets(count, 4))
+    resolved = with_steps(config, datasets, saved)
+    assert resolved.training.epochs is None
+    return resolved.training.steps
+
+
+@pytest.mark.parametrize(
+    ("epochs", "count", "batch", "steps"),
+    [(3, 100, 10, 30), (3, 100, 16, 19), (1.1, 1000, 10, 110), (0.001, 100, 10, 1), (0.5, 3, 1, 2), (1, 3, 8, 1)],
+)
+def test_the_last_step_completes_the_last_epoch(epochs, count, batch, steps):
+    assert steps_of(epochs, count, batch) == steps
+
+
+def test_a_resumed_run_with_another_batch_size_still_ends_with_its_last_epoch():
+    saved = TrainState(step=5, cursor=50)
+    assert steps_of(2, 100, 10, saved) == 20
+    assert steps_of(2, 100, 50, saved) == 5 + 3
+    assert steps_of(0.25, 100, 10, saved) == 5  # nothing is left
+
+
+def test_the_epochs_of_a_resumed_run_count_what_it_has_consumed():
+    datasets = SimpleNamespace(training=HalfTargets(100, 4))
+    training = TrainingConfig(steps=8, global_batch_size=50)
+    assert epochs_of(training, datasets, TrainState(step=5, cursor=50)) == 2.0
+
+
+@pytest.mark.parametrize("count", [1, 7, 5000])
+def test_the_share_of_targets_is_counted_in_spread_samples(count):
+    assert target_share(HalfTargets(count, 64)) == 0.5
