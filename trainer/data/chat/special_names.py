@@ -14,11 +14,17 @@ class SpecialNames:
     A text of a message therefore never becomes a special token, neither alone nor together with adjacent text of the template.
     """
 
-    def __init__(self, names: Collection[str], allowed: Collection[str]):
-        """allowed: names that also count in messages."""
+    def __init__(self, names: Collection[str], allowed: Collection[str], *, only_known: bool = False):
+        """Describe the names.
+
+        Args:
+            names: Names of the special tokens.
+            allowed: Names that also count in messages.
+            only_known: Whether other texts that look like such a name are plain text.
+        """
         # Sorted by length, so that a name is found before its own prefix.
         longest_first = [re.escape(name) for name in sorted(filter(None, names), key=len, reverse=True)]
-        pattern = "|".join([*longest_first, SPECIAL_LOOKING])
+        pattern = "|".join([*longest_first, "(?!)" if only_known else SPECIAL_LOOKING])
         self._pattern = re.compile(pattern)
         self._overlapping = re.compile(f"(?=({pattern}))")
         self._allowed = (

@@ -1,7 +1,7 @@
 """Loading of built-in chat templates, and of template files in Hugging Face's formats."""
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Container, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -9,13 +9,31 @@ from typing import Any
 from trainer.config import ConfigError
 from trainer.config.fields import did_you_mean
 from trainer.data.tokenizer.special_tokens import SPECIAL_LOOKING
-from trainer.system.files import TooLarge, read_json_object, read_limited
+from trainer.system.files import TooLarge, parse_json_object, read_json_object, read_limited
 from trainer.system.model_folder import folder_problem, pointer_problem
 from trainer.system.paths import unreadable
 
 SETTING = "data.chat_template"
 _FOLDER = Path(__file__).with_name("templates")
-BUILT_IN = {name: _FOLDER / f"{name}.jinja" for name in ("llama2", "llama3", "chatml")}
+_PROMPT_ENDS = {
+    "qwen3": "<|im_start|>assistant\n",
+    "smollm3": "<|im_start|>assistant\n",
+    "olmo3": "<|im_start|>assistant\n",
+    "qwen2.5": "<|im_start|>assistant\n",
+    "llama3.1": "<|start_header_id|>assistant<|end_header_id|>\n\n",
+    "ministral3": "[/INST]",
+    "mistral-nemo": "[/INST]",
+    "mistral-v0.3": "[/INST]",
+    "olmo2": "<|assistant|>\n",
+    "granite3": "<|start_of_role|>assistant<|end_of_role|>",
+    "gemma2": "<start_of_turn>model\n",
+    "gemma3": "<start_of_turn>model\n",
+    "phi3": "<|assistant|>\n",
+    "phi4": "<|im_start|>assistant<|im_sep|>",
+    "phi4-mini": "<|assistant|>",
+}
+"""Name of a shipped template that marks answers by {% generation %} blocks -> the text before an answer."""
+BUILT_IN = {name: _FOLDER / f"{name}.jinja" for name in ("llama2", "llama3", "chatml", *_PROMPT_ENDS)}
 _VARIABLES = ("bos_token", "eos_token")
 _TAG = r"\[/?[A-Z]+\]"
 """Pattern of tags that are plain text, such as [INST]."""
@@ -54,6 +72,28 @@ def find_template(folder: Path) -> Path | None:
     """Return the file of a folder that defines its chat template, or None. Raises ConfigError if a file cannot be read."""
     files = (folder / name for name in _FILES if (folder / name).is_file())
     return next((file for file in files if file.suffix != ".json" or _json(file).get("chat_template")), None)
+
+
+def own_template(files: Mapping[str, bytes]) -> str:
+    """Return the chat template among the files of a tokenizer, or "" if there is none. files: name -> content."""
+    for name in _FILES:
+        try:
+            text = files.get(name, b"").decode()
+            found = text if name == _FILES[0] else parse_json_object(text.encode()).get("chat_template") if text else ""
+        except ValueError:
+            continue
+        if isinstance(found, list):
+            found = next((e.get("template") for e in found if isinstance(e, dict) and e.get("name") == "default"), "")
+        if isinstance(found, str) and found:
+            return found
+    return ""
+
+
+def marking_templates(prompt_ends: Container[str]) -> Iterator[tuple[str, str]]:
+    """Yield (name, Jinja text) of each shipped template that marks answers, and whose prompts have an end in `prompt_ends`."""
+    for name, end in _PROMPT_ENDS.items():
+        if end in prompt_ends:
+            yield name, _read(BUILT_IN[name])
 
 
 def fitting_template(template: str, special_tokens: Collection[str], names: Mapping[str, str]) -> str:
