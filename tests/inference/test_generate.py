@@ -329,7 +329,7 @@ def test_errors_of_the_model_are_one_line(chat_run, tmp_path):
         ),
         (
             [chat_run, "--chat", "--chat-template", "Llama3"],
-            "--chat-template Llama3: expected one of llama2, llama3, chatml, or an existing file or folder; "
+            f"--chat-template Llama3: expected one of {', '.join(BUILT_IN)}, or an existing file or folder; "
             "did you mean 'llama3'?",
         ),
     ):

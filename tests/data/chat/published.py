@@ -1,12 +1,7 @@
-"""Model folders in the style of published ones: templates, special tokens and their flags as the families publish them.
+"""Chat templates in the style of published ones. They are written for the tests, with the behaviour of the published templates: what
+they write, where they put system messages and tools, which turns they rewrite, and how they end a conversation."""
 
-Templates with a file name are published ones, from the package trl. The others are written for these tests, with the behaviour of the
-published ones: what they write, where they put system messages and tools, which turns they rewrite, and how they end.
-"""
-
-from tests.data.chat.families import FAMILIES, Family
-
-_LLAMA2 = """{%- set offset = 1 if messages[0]['role'] == 'system' else 0 -%}
+LLAMA2 = """{%- set offset = 1 if messages[0]['role'] == 'system' else 0 -%}
 {%- for message in messages[offset:] -%}
     {%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) -%}
         {{ raise_exception('Roles must alternate') }}
@@ -17,12 +12,12 @@ _LLAMA2 = """{%- set offset = 1 if messages[0]['role'] == 'system' else 0 -%}
     {%- endif -%}
     {{- bos_token + '[INST] ' + text.strip() + ' [/INST]' if message['role'] == 'user' else ' ' + text.strip() + ' ' + eos_token -}}
 {%- endfor -%}"""
-_MISTRAL_V1 = """{{ bos_token }}{% for message in messages %}
+MISTRAL_V1 = """{{ bos_token }}{% for message in messages %}
 {%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('Roles must alternate') }}{% endif %}
 {%- if message['role'] == 'user' %}{{ '[INST] ' + message['content'] + ' [/INST]' }}
 {%- else %}{{ message['content'] + eos_token }}{% endif %}
 {%- endfor %}"""
-_MISTRAL_V3 = """{%- if messages[0]["role"] == "system" %}
+MISTRAL_V3 = """{%- if messages[0]["role"] == "system" %}
     {%- set system_message, rest = messages[0]["content"], messages[1:] %}
 {%- else %}
     {%- set rest = messages %}
@@ -62,9 +57,9 @@ _MISTRAL_V3 = """{%- if messages[0]["role"] == "system" %}
         {{- '"call_id": "' + message.tool_call_id + '"}[/TOOL_RESULTS]' }}
     {%- endif %}
 {%- endfor %}"""
-_MISTRAL_7B = _MISTRAL_V3.replace("SPACE", " ").replace("ANSWER", '" " + message["content"] | trim')
-_NEMO = _MISTRAL_V3.replace("SPACE", "").replace("ANSWER", 'message["content"]')
-_MINISTRAL = """{%- set standard = 'You answer questions.\\nThe current date is {today}.' %}
+MISTRAL_7B = MISTRAL_V3.replace("SPACE", " ").replace("ANSWER", '" " + message["content"] | trim')
+NEMO = MISTRAL_V3.replace("SPACE", "").replace("ANSWER", 'message["content"]')
+MINISTRAL = """{%- set standard = 'You answer questions.\\nThe current date is {today}.' %}
 {{- bos_token }}
 {%- set offset = 1 if messages[0]['role'] == 'system' else 0 %}
 {{- '[SYSTEM_PROMPT]' + (messages[0]['content'] if offset else standard) + '[/SYSTEM_PROMPT]' }}
@@ -90,7 +85,7 @@ _MINISTRAL = """{%- set standard = 'You answer questions.\\nThe current date is 
         {{- '[TOOL_RESULTS]' + message['content'] | string + '[/TOOL_RESULTS]' }}
     {%- endif %}
 {%- endfor %}"""
-_SMOLLM3 = """{%- if enable_thinking is not defined -%}{%- set enable_thinking = true -%}{%- endif -%}
+SMOLLM3 = """{%- if enable_thinking is not defined -%}{%- set enable_thinking = true -%}{%- endif -%}
 {%- set mode = "/think" if enable_thinking else "/no_think" -%}
 {{- "<|im_start|>system\\n" -}}
 {%- if messages[0].role == "system" -%}
@@ -134,11 +129,11 @@ _SMOLLM3 = """{%- if enable_thinking is not defined -%}{%- set enable_thinking =
 {%- if add_generation_prompt -%}
     {{- "<|im_start|>assistant\\n" + ("" if mode == "/think" else "<think>\\n\\n</think>\\n") -}}
 {%- endif -%}"""
-_OLMO2 = """{{ bos_token }}{% for message in messages %}{% if message['role'] == 'system' %}{{ '<|system|>\\n' + message['content'] + '\\n' }}
+OLMO2 = """{{ bos_token }}{% for message in messages %}{% if message['role'] == 'system' %}{{ '<|system|>\\n' + message['content'] + '\\n' }}
 {%- elif message['role'] == 'user' %}{{ '<|user|>\\n' + message['content'] + '\\n' }}
 {%- elif message['role'] == 'assistant' %}{{ '<|assistant|>\\n'  + message['content'] + eos_token + ('' if loop.last else '\\n') }}
 {%- endif %}{% if loop.last and add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}{% endfor %}"""
-_OLMO3 = """{%- if messages | selectattr('role', 'equalto', 'system') | list | length == 0 -%}
+OLMO3 = """{%- if messages | selectattr('role', 'equalto', 'system') | list | length == 0 -%}
     {{- '<|im_start|>system\\nYou answer. ' + ('<functions>' + tools | tojson + '</functions>' if tools else 'No functions.') + '<|im_end|>\\n' -}}
 {%- endif -%}
 {%- for message in messages -%}
@@ -169,7 +164,8 @@ _OLMO3 = """{%- if messages | selectattr('role', 'equalto', 'system') | list | l
     {%- endif -%}
     {%- if loop.last and add_generation_prompt -%}{{- '<|im_start|>assistant\\nTHINK' -}}{%- endif -%}
 {%- endfor -%}"""
-_GRANITE = """{%- if messages[0]['role'] == 'system' %}
+OLMO3, OLMO3_THINK = (OLMO3.replace("THINK", end) for end in ("", "<think>"))
+GRANITE = """{%- if messages[0]['role'] == 'system' %}
     {%- set system_message, rest = messages[0]['content'], messages[1:] %}
 {%- else %}
     {%- set system_message, rest = "Knowledge Cutoff Date: April 2024. Today's Date: " + strftime_now('%B %d, %Y') + ".", messages %}
@@ -184,52 +180,16 @@ _GRANITE = """{%- if messages[0]['role'] == 'system' %}
         {{- '<|start_of_role|>assistant' + (' ' + controls | tojson if controls else '') + '<|end_of_role|>' }}
     {%- endif %}
 {%- endfor %}"""
-_PHI3_SMALL = """{{ bos_token }}{% for message in messages %}{% if message['role'] == 'user' %}
+PHI3_SMALL = """{{ bos_token }}{% for message in messages %}{% if message['role'] == 'user' %}
 {{- '<|user|>\\n' + message['content'] + '<|end|>\\n<|assistant|>\\n' }}{% elif message['role'] == 'assistant' %}
 {{- message['content'] + '<|end|>\\n' }}{% endif %}{% endfor %}"""
-_PHI4 = """{% for message in messages %}{{ '<|im_start|>' + message['role'] + '<|im_sep|>' + message['content'] + '<|im_end|>' }}
+PHI4 = """{% for message in messages %}{{ '<|im_start|>' + message['role'] + '<|im_sep|>' + message['content'] + '<|im_end|>' }}
 {%- endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant<|im_sep|>' }}{% endif %}"""
-_PHI4_REASONING = """{{ '<|im_start|>system<|im_sep|>You think in <think> tags.<|im_end|>' }}{% for message in messages %}
+PHI4_REASONING = """{{ '<|im_start|>system<|im_sep|>You think in <think> tags.<|im_end|>' }}{% for message in messages %}
 {%- if message['role'] in ('user', 'assistant') %}
 {{- '<|im_start|>' + message['role'] + '<|im_sep|>' + message['content'] + '<|im_end|>' }}{% endif %}
 {%- endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant<|im_sep|>' }}{% endif %}"""
-_PHI4_MINI = """{% for message in messages %}{% if message['role'] == 'system' and 'tools' in message %}
+PHI4_MINI = """{% for message in messages %}{% if message['role'] == 'system' and 'tools' in message %}
 {{- '<|' + message['role'] + '|>' + message['content'] + '<|tool|>' + message['tools'] + '<|/tool|>' + '<|end|>' }}{% else %}
 {{- '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}{% endif %}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|assistant|>' }}{% else %}{{ eos_token }}{% endif %}"""
-
-
-def _like(name: str, template: str) -> Family:
-    """Return a family with the special tokens of another."""
-    other = FAMILIES[name]
-    return Family(template, other.special, other.bos, other.eos, other.rstrip)
-
-
-_IM = ("<|im_start|>", "<|im_end|>")
-_SEP = ("<|im_start|>", "<|im_sep|>", "<|im_end|>")
-_THINKING = "qwen3.jinja"
-PUBLISHED = {
-    "Llama 2": Family(_LLAMA2, (), "<s>", "</s>"),
-    "Llama 3": _like("llama3", "llama3.jinja"),
-    "Llama 3.1": _like("Llama 3.1", "llama3_1.jinja"),
-    "Qwen 2.5": _like("Qwen 2.5", "qwen2_5.jinja"),
-    "Qwen 3": _like("Qwen 3", "qwen3.jinja"),
-    "Qwen 3 2507": _like("Qwen 3", "qwen3_instruct_2507.jinja"),
-    "Mistral 7B v0.2": Family(_MISTRAL_V1, (), "<s>", "</s>"),
-    "Mistral 7B v0.3": _like("Mistral", _MISTRAL_7B),
-    "Mistral Nemo": _like("Mistral", _NEMO),
-    "Ministral 3": _like("Mistral", _MINISTRAL),
-    "SmolLM 3": Family(_SMOLLM3, (*_IM, "<think>", "</think>"), None, "<|im_end|>"),
-    "OLMo 2": Family(_OLMO2, _IM, "<|endoftext|>", "<|endoftext|>"),
-    "OLMo 3": Family(_OLMO3.replace("THINK", ""), _IM, None, "<|endoftext|>"),
-    "OLMo 3 Think": Family(_OLMO3.replace("THINK", "<think>"), _IM, None, "<|endoftext|>"),
-    "Granite 3": _like("Granite 3", _GRANITE),
-    "Gemma 2": _like("Gemma 2", "gemma.jinja"),
-    "Gemma 3": _like("Gemma 3", "gemma3.jinja"),
-    "Phi 3": _like("Phi 3", "phi3.jinja"),
-    "Phi 3, early": _like("Phi 3", _PHI3_SMALL),
-    "Phi 3.5": _like("Phi 3", "phi3_5.jinja"),
-    "Phi 4": Family(_PHI4, _SEP, "<|endoftext|>", "<|im_end|>"),
-    "Phi 4 reasoning": Family(_PHI4_REASONING, (*_SEP, "<think>", "</think>"), "<|endoftext|>", "<|im_end|>"),
-    "Phi 4 mini": Family(_PHI4_MINI, (*FAMILIES["Phi 3"].special, "<|tool|>", "<|/tool|>"), "<|endoftext|>", "<|endoftext|>"),
-}

@@ -232,13 +232,18 @@ def test_reasoning_is_used_or_named(chat, name):
     chat.encode_document({"messages": [USER, ANSWER | {name: None}]})
 
 
-def test_reasoning_that_is_omitted_is_allowed_only_in_context():
+def test_an_answer_without_its_reasoning_is_context():
     chat = ChatFormat.compile(THINKING, DEFAULT)
     talk = [USER, ANSWER | {"reasoning_content": "because"}, USER, ANSWER]
+    encoded, unused = chat.encode_document({"messages": talk})
+    assert [token for token in shown(encoded) if token[0] == "+"] == ["+a", "+<|eot_id|>"]
+    assert unused == ("reasoning of earlier answers (context only)",)
+    talk[-1] = ANSWER | {"weight": 0}
     assert reason_of({"messages": talk}, chat) == (
         "the template omits reasoning_content of message 2, an answer to train on; give the answer the weight 0, or end the "
         "conversation with it"
     )
+    del talk[-1]["weight"]
     marked = THINKING.replace("{{ m.role }}", "{{ m.role }}{% if m.role == 'assistant' %}{% generation %}").replace(
         "<|eot_id|>", "<|eot_id|>{% endgeneration %}{% else %}{{ m.content }}<|eot_id|>{% endif %}"
     )

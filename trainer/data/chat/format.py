@@ -169,7 +169,8 @@ class ChatFormat:
         """
         is_answer = [message["role"] == "assistant" for message in messages]
         loss_mask = is_answer if loss_mask is None else loss_mask
-        rendering, turns, unused = self._render_complete(messages, tools, arguments, loss_mask)
+        rendering, turns, unused, context = self._render_complete(messages, tools, arguments, loss_mask)
+        loss_mask = [is_target and i not in context for i, is_target in enumerate(loss_mask)]
         turn_mask = [True] * len(turns)
         if loss_mask != is_answer:
             if sum(is_answer) != len(turns):
@@ -220,7 +221,7 @@ class ChatFormat:
         They differ if the template rewrites earlier turns, or emits the assistant's header only together with an answer.
         """
         try:
-            rendering, turns, _ = self._render_complete(_PROBE, None, {}, [False, True] * 2)
+            rendering, turns, *_ = self._render_complete(_PROBE, None, {}, [False, True] * 2)
             tokens, targets = self._encode_rendered(rendering, turns, [True] * len(turns))
             if not self._template.has_generation_blocks and self._marker is None:
                 self._check_header(rendering.text[slice(*turns[0])])
@@ -247,9 +248,10 @@ class ChatFormat:
         tools: Sequence[Mapping] | None,
         arguments: Mapping[str, Any],
         loss_mask: Sequence[bool],
-    ) -> tuple[Rendering, list[Turn], set[str]]:
-        """Render a conversation. Return the text, the range of each answer, and the names of the messages' unused fields. Raises
-        TemplateFailure if a part of the conversation is not in the text, or an answer cannot be located."""
+    ) -> tuple[Rendering, list[Turn], set[str], set[int]]:
+        """Render a conversation. Return the text, the range of each answer, the names of the messages' unused fields, and the indices
+        of the answers that are context because the template omits their reasoning. Raises TemplateFailure if another part of the
+        conversation is not in the text, or an answer cannot be located."""
         failures: list[TemplateFailure] = []
         for variant in variants(messages):
             data = template_data(variant, tools, arguments)
@@ -259,7 +261,7 @@ class ChatFormat:
                 failures.append(failure)
                 continue
             try:
-                unused = check_written(self._template, rendering, variant, data, loss_mask)
+                unused, context = check_written(self._template, rendering, variant, data, loss_mask)
                 break
             except TemplateFailure as failure:
                 failures.insert(0, failure)  # it says more than an error in the template
@@ -272,7 +274,7 @@ class ChatFormat:
                 if self._marker is not None:
                     reason += f", and differently from the shipped template {self._marker.name}"
                 raise TemplateFailure(reason, self._way_out(_MARK_THE_ANSWERS))
-        return rendering, list(located.values()), unused
+        return rendering, list(located.values()), unused, context
 
     def _locate(
         self, rendering: Rendering, data: Mapping[str, Any], add_generation_prompt: bool

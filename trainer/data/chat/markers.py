@@ -56,16 +56,18 @@ text of the system message switches reasoning off."""
 class Marker:
     """A shipped template with {% generation %} blocks that locates answers in the text of another template."""
 
-    def __init__(self, name: str, source: str, template: ChatTemplate, names: Mapping[str, str]):
+    def __init__(self, name: str, source: str, prompt_end: str, template: ChatTemplate, names: Mapping[str, str]):
         """Describe a marker.
 
         Args:
             name: Name of the shipped template.
             source: Its Jinja text.
+            prompt_end: The text that it writes before an answer.
             template: The compiled template.
             names: See ChatTemplate.render.
         """
         self.name, self.source = name, source
+        self._prompt_end = prompt_end
         self._template, self._names = template, names
 
     def locate(
@@ -97,20 +99,19 @@ class Marker:
             if i in ranges and i in own_ranges:
                 start = own_ranges[i][0] + block[0] - ranges[i][0]
                 stop = own_ranges[i][1] + block[1] - ranges[i][1]
-                turns[i] = (start, stop) if _equal(rendering, (start, stop), marked, block) else None
+                turns[i] = (start, stop) if self._equal(rendering, (start, stop), marked, block) else None
         if not any(turns.values()):
             return turns
         prompt = _prompt_end({**data, "messages": data["messages"][: answers[0]]}, render)
         return {i: turn and (_after_prompt(rendering.text, turn, prompt), turn[1]) for i, turn in turns.items()}
 
-
-def _equal(rendering: Rendering, turn: Turn, marked: Rendering, block: Turn) -> bool:
-    """Return whether both templates write an answer, and the text before it up to a message's text, equally. If the answer is the
-    first text of a message, one template may write more before it, such as BOS and a default system message."""
-    if turn[0] < 0 or rendering.text[slice(*turn)] != marked.text[slice(*block)]:
-        return False
-    header, marked_header = _text_before(rendering, turn[0]), _text_before(marked, block[0])
-    return bool(header and marked_header) and (header.endswith(marked_header) or marked_header.endswith(header))
+    def _equal(self, rendering: Rendering, turn: Turn, marked: Rendering, block: Turn) -> bool:
+        """Return whether both templates write an answer equally, and the same before it: either all text since the last text of a
+        message, or the end of a prompt. (BOS and a default system message may precede a first answer.)"""
+        if turn[0] < 0 or rendering.text[slice(*turn)] != marked.text[slice(*block)]:
+            return False
+        header, marked_header = _text_before(rendering, turn[0]), _text_before(marked, block[0])
+        return bool(header) and (header == marked_header or all(h.endswith(self._prompt_end) for h in (header, marked_header)))
 
 
 def _text_before(rendering: Rendering, start: int) -> str:
@@ -156,11 +157,12 @@ def find_marker(names: Mapping[str, str], render: Render, has_blocks: bool) -> M
         except TemplateFailure:
             if not rendered:
                 return None
-    if all(_marks_itself(rendering, data, render, has_blocks) for data, rendering in rendered):
+    needs_help = _blocks_hold_headers if has_blocks else _cannot_locate
+    if not any(needs_help(rendering, data, render) for data, rendering in rendered):
         return None
     best, most = None, 0
-    for name, text in marking_templates(rendered[0][1].text):
-        marker = Marker(name, text, ChatTemplate.compile(text), names)
+    for name, text, prompt_end in marking_templates(rendered[0][1].text):
+        marker = Marker(name, text, prompt_end, ChatTemplate.compile(text), names)
         marked = [all(marker.locate(rendering, data, render, False).values()) for data, rendering in rendered]
         if marked[0] and sum(marked) > most:
             best, most = marker, sum(marked)
@@ -169,18 +171,24 @@ def find_marker(names: Mapping[str, str], render: Render, has_blocks: bool) -> M
     return best
 
 
-def _marks_itself(rendering: Rendering, data: Mapping[str, Any], render: Render, has_blocks: bool) -> bool:
-    """Return whether a template without another template's help shows where the answers of a conversation begin and end."""
+def _cannot_locate(rendering: Rendering, data: Mapping[str, Any], render: Render) -> bool:
+    """Return whether the beginnings of a conversation do not show where its answers begin and end."""
 
     def render_text(leading: Sequence[Message], with_prompt: bool) -> str:
         return render({**data, "messages": leading}, with_prompt).text
 
-    if not has_blocks:
-        try:
-            return all(locate_answers(rendering, data, render_text).values())
-        except TemplateFailure:
-            return False
+    try:
+        return not all(locate_answers(rendering, data, render_text).values())
+    except TemplateFailure:
+        return True
+
+
+def _blocks_hold_headers(rendering: Rendering, data: Mapping[str, Any], render: Render) -> bool:
+    """Return whether a {% generation %} block also holds text that belongs to the prompt for the answer, as in SmolLM3's template."""
     prompt = _prompt_end({**data, "messages": data["messages"][:1]}, render)
     headers = [prompt[-length:] for length in range(_HEADER_CHARACTERS, len(prompt) + 1)]
-    return not any(rendering.text.startswith(tuple(headers), start) for start, _ in rendering.blocks)
-
+    message_starts = {start for start, _ in message_ranges(rendering, data).values()}
+    return any(
+        start not in message_starts and rendering.text.startswith(tuple(headers), start, stop)
+        for start, stop in rendering.blocks
+    )

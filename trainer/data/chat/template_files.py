@@ -1,7 +1,7 @@
 """Loading of built-in chat templates, and of template files in Hugging Face's formats."""
 
 import re
-from collections.abc import Collection, Container, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -89,11 +89,12 @@ def own_template(files: Mapping[str, bytes]) -> str:
     return ""
 
 
-def marking_templates(prompt_ends: Container[str]) -> Iterator[tuple[str, str]]:
-    """Yield (name, Jinja text) of each shipped template that marks answers, and whose prompts have an end in `prompt_ends`."""
-    for name, end in _PROMPT_ENDS.items():
-        if end in prompt_ends:
-            yield name, _read(BUILT_IN[name])
+def marking_templates(text: str) -> Iterator[tuple[str, str, str]]:
+    """Yield (name, Jinja text, text before an answer) of each shipped template that marks answers, if `text`, a conversation, contains
+    the text before an answer."""
+    for name, prompt_end in _PROMPT_ENDS.items():
+        if prompt_end in text:
+            yield name, _read(BUILT_IN[name]), prompt_end
 
 
 def fitting_template(template: str, special_tokens: Collection[str], names: Mapping[str, str]) -> str:

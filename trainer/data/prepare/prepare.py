@@ -59,7 +59,13 @@ def prepare(
                 message = f"this dataset has {len(source.files)} files, too few for {file_shard[1]} shards"
                 raise ConfigError("data.path", message)
             source = replace(source, files=files)
-            key, not_cached = _key(source, data, tokenizer, stores)
+            chat = chat_format(data, tokenizer) if data.dataset in CHAT_DATASETS else None
+            if chat is not None and chat.marked_by:
+                console.info(
+                    f"chat template of {data.chat_template}: it cannot mark the answers, so the shipped training template "
+                    f"{chat.marked_by} marks them; the tokens are those of {data.chat_template}"
+                )
+            key, not_cached = _key(source, data, tokenizer, chat.fingerprint if chat else "", stores)
             folder = stores / f"{data.dataset}-{key}"
             # A complete store may be in a folder that cannot be written: it needs no lock.
             if not folder.exists():
@@ -92,11 +98,10 @@ def writing(stores: Path) -> Iterator[None]:
         ) from None
 
 
-def _key(source: Source, data: DataConfig, tokenizer: Tokenizer, stores: Path) -> tuple[str, str]:
+def _key(source: Source, data: DataConfig, tokenizer: Tokenizer, chat: str, stores: Path) -> tuple[str, str]:
     """Return a hash of the names and contents of the files, the tokenizer, and every setting that affects the store. Also return
-    the reason why the digests of the files could not be cached, or ""."""
+    the reason why the digests of the files could not be cached, or "". chat: fingerprint of the chat format, or ""."""
     shape = [data.dataset, data.text_field, data.token_dtype, data.max_document_bytes, data.held_out_fraction]
-    chat = chat_format(data, tokenizer).fingerprint if data.dataset in CHAT_DATASETS else ""
     return fingerprint.fingerprint(source, [VERSION, *shape, chat, tokenizer.fingerprint, tokenize.CHUNK_BYTES], stores)
 
 
