@@ -16,6 +16,7 @@ from tests.data.tokenizer.test_tekken import content
 from tests.training_runs import checkpoint_of, in_folder, train
 from trainer.checkpoint.export import export_run
 from trainer.config import TokenizerConfig
+from trainer.data.chat.template_files import BUILT_IN
 from trainer.data.tokenizer.backends import DEFAULT_FILE, load_tokenizer
 from trainer.inference.generate import Sampling, TextGenerator, TextStream, sample
 from trainer.testing.ranks import RankError

@@ -83,7 +83,10 @@ FAMILIES = {
     "OLMo 2": Family(published.OLMO2, _IM, "<|endoftext|>", "<|endoftext|>"),
     "OLMo 3": Family(published.OLMO3, _IM, None, "<|endoftext|>", answers=_IM_ANSWERS),
     "Granite 3": Family(
-        published.GRANITE, ("<|start_of_role|>", "<|end_of_role|>", "<|tool_call|>"), "<|startoftext|>", "<|end_of_text|>"
+        published.GRANITE,
+        ("<|start_of_role|>", "<|end_of_role|>", "<|tool_call|>"),
+        "<|startoftext|>",
+        "<|end_of_text|>",
     ),
     "gpt-oss": Family("gptoss_training.jinja", _HARMONY, "<|startoftext|>", "<|return|>"),
     "DeepSeek V3": Family(
@@ -99,7 +102,9 @@ OTHERS = {
     "Llama 3": Family("llama3.jinja", _LLAMA, "<|begin_of_text|>", "<|end_of_text|>"),
     "Mistral v0.2": Family(published.MISTRAL_V1, (), "<s>", "</s>"),
     "Mistral Nemo": Family(published.NEMO, _INSTRUCT, "<s>", "</s>", answers=_INST_ANSWERS),
-    "OLMo 3 Think": Family(published.OLMO3_THINK, _IM, None, "<|endoftext|>", answers=_IM_ANSWERS),
+    "OLMo 3 Think": Family(
+        published.OLMO3_THINK, _IM, None, "<|endoftext|>", answers=_IM_ANSWERS.replace("(", "(?:<think>)?(", 1)
+    ),
     "Phi 3, early": Family(published.PHI3_SMALL, _PHI, "<s>", "<|endoftext|>", rstrip=True),
     "Phi 3.5": Family("phi3_5.jinja", _PHI, "<s>", "<|endoftext|>", rstrip=True, answers=_PHI_ANSWERS),
     "Phi 4": Family(published.PHI4, _SEP, "<|endoftext|>", "<|im_end|>"),

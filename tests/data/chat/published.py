@@ -1,5 +1,5 @@
-"""Chat templates in the style of published ones. They are written for the tests, with the behaviour of the published templates: what
-they write, where they put system messages and tools, which turns they rewrite, and how they end a conversation."""
+"""Chat templates in the style of published ones. They are written for the tests, with the behaviour of the published templates:
+what they write, where they put system messages and tools, which turns they rewrite, and how they end a conversation."""
 
 LLAMA2 = """{%- set offset = 1 if messages[0]['role'] == 'system' else 0 -%}
 {%- for message in messages[offset:] -%}
@@ -10,7 +10,8 @@ LLAMA2 = """{%- set offset = 1 if messages[0]['role'] == 'system' else 0 -%}
     {%- if loop.first and offset -%}
         {%- set text = '<<SYS>>\\n' + messages[0]['content'] + '\\n<</SYS>>\\n\\n' + text -%}
     {%- endif -%}
-    {{- bos_token + '[INST] ' + text.strip() + ' [/INST]' if message['role'] == 'user' else ' ' + text.strip() + ' ' + eos_token -}}
+    {%- if message['role'] == 'user' -%}{{- bos_token + '[INST] ' + text.strip() + ' [/INST]' -}}
+    {%- else -%}{{- ' ' + text.strip() + ' ' + eos_token -}}{%- endif -%}
 {%- endfor -%}"""
 MISTRAL_V1 = """{{ bos_token }}{% for message in messages %}
 {%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('Roles must alternate') }}{% endif %}
@@ -129,12 +130,15 @@ SMOLLM3 = """{%- if enable_thinking is not defined -%}{%- set enable_thinking = 
 {%- if add_generation_prompt -%}
     {{- "<|im_start|>assistant\\n" + ("" if mode == "/think" else "<think>\\n\\n</think>\\n") -}}
 {%- endif -%}"""
-OLMO2 = """{{ bos_token }}{% for message in messages %}{% if message['role'] == 'system' %}{{ '<|system|>\\n' + message['content'] + '\\n' }}
+OLMO2 = """{{ bos_token }}{% for message in messages %}
+{%- if message['role'] == 'system' %}{{ '<|system|>\\n' + message['content'] + '\\n' }}
 {%- elif message['role'] == 'user' %}{{ '<|user|>\\n' + message['content'] + '\\n' }}
-{%- elif message['role'] == 'assistant' %}{{ '<|assistant|>\\n'  + message['content'] + eos_token + ('' if loop.last else '\\n') }}
+{%- elif message['role'] == 'assistant' %}{{ '<|assistant|>\\n' + message['content'] + eos_token }}
+{{- '' if loop.last else '\\n' }}
 {%- endif %}{% if loop.last and add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}{% endfor %}"""
 OLMO3 = """{%- if messages | selectattr('role', 'equalto', 'system') | list | length == 0 -%}
-    {{- '<|im_start|>system\\nYou answer. ' + ('<functions>' + tools | tojson + '</functions>' if tools else 'No functions.') + '<|im_end|>\\n' -}}
+    {{- '<|im_start|>system\\nYou answer. ' -}}
+    {{- ('<functions>' + tools | tojson + '</functions>' if tools else 'No functions.') + '<|im_end|>\\n' -}}
 {%- endif -%}
 {%- for message in messages -%}
     {%- if message['role'] == 'system' -%}
@@ -168,7 +172,8 @@ OLMO3, OLMO3_THINK = (OLMO3.replace("THINK", end) for end in ("", "<think>"))
 GRANITE = """{%- if messages[0]['role'] == 'system' %}
     {%- set system_message, rest = messages[0]['content'], messages[1:] %}
 {%- else %}
-    {%- set system_message, rest = "Knowledge Cutoff Date: April 2024. Today's Date: " + strftime_now('%B %d, %Y') + ".", messages %}
+    {%- set rest = messages %}
+    {%- set system_message = "Knowledge Cutoff Date: April 2024. Today's Date: " + strftime_now('%B %d, %Y') + "." %}
 {%- endif %}
 {{- '<|start_of_role|>system<|end_of_role|>' + system_message + '<|end_of_text|>\\n' }}
 {%- if tools %}

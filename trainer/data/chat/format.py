@@ -249,9 +249,9 @@ class ChatFormat:
         arguments: Mapping[str, Any],
         loss_mask: Sequence[bool],
     ) -> tuple[Rendering, list[Turn], set[str], set[int]]:
-        """Render a conversation. Return the text, the range of each answer, the names of the messages' unused fields, and the indices
-        of the answers that are context because the template omits their reasoning. Raises TemplateFailure if another part of the
-        conversation is not in the text, or an answer cannot be located."""
+        """Render a conversation. Return the text, the range of each answer, the names of the messages' unused fields, and the
+        indices of the answers that are context because the template omits their reasoning. Raises TemplateFailure if another part
+        of the conversation is not in the text, or an answer cannot be located."""
         failures: list[TemplateFailure] = []
         for variant in variants(messages):
             data = template_data(variant, tools, arguments)
@@ -262,8 +262,12 @@ class ChatFormat:
                 continue
             try:
                 unused, context = check_written(self._template, rendering, variant, data, loss_mask)
+                self._special_names.check_origins(rendering.text, rendering.origins)
                 break
             except TemplateFailure as failure:
+                if self._marker is not None and not failure.way_out and self._marker.writes(variant, data, loss_mask):
+                    way_out = f'set data.chat_template = "{self._marker.name}", which writes it'
+                    failure = TemplateFailure(failure.reason, way_out)
                 failures.insert(0, failure)  # it says more than an error in the template
         else:
             raise failures[0]

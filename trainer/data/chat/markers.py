@@ -1,8 +1,8 @@
 """Shipped training templates that mark the answers in conversations which a model's own template renders but cannot mark.
 
 The text, and so every token, is that of the model's own template. A shipped template of the same family renders the conversation
-too, with {% generation %} blocks around the answers. An answer is marked only if both templates write it, and the header before it,
-equally. The rest of the texts may differ: default system messages and dates change between the models of a family.
+too, with {% generation %} blocks around the answers. An answer is marked only if both templates write it, and the header before
+it, equally. The rest of the texts may differ: default system messages and dates change between the models of a family.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,12 +14,13 @@ from trainer.data.chat.forms import template_data
 from trainer.data.chat.template import ChatTemplate, Rendering, TemplateFailure
 from trainer.data.chat.template_files import marking_templates
 from trainer.data.chat.traced import TEMPLATE
+from trainer.data.chat.written import check_written
 
 Render = Callable[[Mapping[str, Any], bool], Rendering]
 """Function that renders data by the model's own template, with or without the prompt for the next answer."""
 
 _HEADER_CHARACTERS = 8
-"""Number of characters by which the end of a prompt is recognized: more than a tag such as [/INST] has, and fewer than a header."""
+"""Number of characters by which the end of a prompt is recognized: more than [/INST] has, and fewer than other headers."""
 
 _TALK = [
     {"role": "user", "content": "A question?"},
@@ -49,8 +50,8 @@ _PROBES = [
     template_data(_REASONED, None, {}),
     template_data(_CALLED, [_TOOL], {}),
 ]
-"""Conversations that show whether a template's answers can be located. Every template renders the first. In SmolLM3's templates, the
-text of the system message switches reasoning off."""
+"""Conversations that show whether a template's answers can be located. Every template renders the first. In SmolLM3's templates,
+the text of the system message switches reasoning off."""
 
 
 class Marker:
@@ -105,13 +106,23 @@ class Marker:
         prompt = _prompt_end({**data, "messages": data["messages"][: answers[0]]}, render)
         return {i: turn and (_after_prompt(rendering.text, turn, prompt), turn[1]) for i, turn in turns.items()}
 
+    def writes(self, messages: Sequence[Message], data: Mapping[str, Any], loss_mask: Sequence[bool]) -> bool:
+        """Return whether the shipped template writes all of a conversation. See check_written."""
+        try:
+            check_written(self._template, self._template.render(self._names, data, False), messages, data, loss_mask)
+        except TemplateFailure:
+            return False
+        return True
+
     def _equal(self, rendering: Rendering, turn: Turn, marked: Rendering, block: Turn) -> bool:
         """Return whether both templates write an answer equally, and the same before it: either all text since the last text of a
         message, or the end of a prompt. (BOS and a default system message may precede a first answer.)"""
         if turn[0] < 0 or rendering.text[slice(*turn)] != marked.text[slice(*block)]:
             return False
         header, marked_header = _text_before(rendering, turn[0]), _text_before(marked, block[0])
-        return bool(header) and (header == marked_header or all(h.endswith(self._prompt_end) for h in (header, marked_header)))
+        return bool(header) and (
+            header == marked_header or all(h.endswith(self._prompt_end) for h in (header, marked_header))
+        )
 
 
 def _text_before(rendering: Rendering, start: int) -> str:
@@ -129,7 +140,7 @@ def _prompt_end(data: Mapping[str, Any], render: Render) -> str:
 
 
 def _after_prompt(text: str, turn: Turn, prompt: str) -> int:
-    """Return the start of an answer without the characters that belong to the prompt, such as <think> in models that always reason."""
+    """Return the start of an answer without the text that belongs to the prompt, such as <think> in models that always reason."""
     start, stop = turn
     for length in range(min(len(prompt), stop - start), 0, -1):
         header = prompt[: len(prompt) - length][-_HEADER_CHARACTERS:]
@@ -184,7 +195,7 @@ def _cannot_locate(rendering: Rendering, data: Mapping[str, Any], render: Render
 
 
 def _blocks_hold_headers(rendering: Rendering, data: Mapping[str, Any], render: Render) -> bool:
-    """Return whether a {% generation %} block also holds text that belongs to the prompt for the answer, as in SmolLM3's template."""
+    """Return whether a {% generation %} block also holds text that belongs to the prompt for the answer, as SmolLM3's does."""
     prompt = _prompt_end({**data, "messages": data["messages"][:1]}, render)
     headers = [prompt[-length:] for length in range(_HEADER_CHARACTERS, len(prompt) + 1)]
     message_starts = {start for start, _ in message_ranges(rendering, data).values()}

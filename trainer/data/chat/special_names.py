@@ -37,8 +37,7 @@ class SpecialNames:
         origins: the origin of each character (traced.py), with the length of the text. Raises TemplateFailure if a name contains
         characters of unknown origin, and no characters of a message.
         """
-        if UNKNOWN in origins:
-            self._check_origins(text, origins)
+        self.check_origins(text, origins)
         end = 0
         for run in re.finditer(f"{TEMPLATE}+", origins):
             for match in self._pattern.finditer(text, *run.span()):
@@ -57,8 +56,9 @@ class SpecialNames:
         if end < len(text):
             yield text[end:], False
 
-    def _check_origins(self, text: str, origins: str) -> None:
-        for match in self._overlapping.finditer(text):
+    def check_origins(self, text: str, origins: str) -> None:
+        """Raise TemplateFailure if a name in a text contains characters of unknown origin, and no characters of a message."""
+        for match in self._overlapping.finditer(text) if UNKNOWN in origins else ():
             origin = set(origins[slice(*match.span(1))])
             is_allowed = self._allowed is not None and self._allowed.fullmatch(match[1])
             if UNKNOWN in origin and origin <= {TEMPLATE, UNKNOWN} and not is_allowed:

@@ -90,8 +90,8 @@ def own_template(files: Mapping[str, bytes]) -> str:
 
 
 def marking_templates(text: str) -> Iterator[tuple[str, str, str]]:
-    """Yield (name, Jinja text, text before an answer) of each shipped template that marks answers, if `text`, a conversation, contains
-    the text before an answer."""
+    """Yield (name, Jinja text, text before an answer) of each shipped template that marks answers, if `text`, a conversation,
+    contains the text before an answer."""
     for name, prompt_end in _PROMPT_ENDS.items():
         if prompt_end in text:
             yield name, _read(BUILT_IN[name]), prompt_end

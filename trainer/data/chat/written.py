@@ -21,14 +21,15 @@ class Written:
 
     def __init__(self, rendering: Rendering, data: Mapping[str, Any]):
         paths = [path for path, _ in strings(data)]
-        untraced: list[str] = []
+        self._runs: list[tuple[tuple | None, str]] = []
+        """(path, or None if no string of the data, text) of each run of characters with one origin."""
         self._counts: Counter[tuple] = Counter()
         for origin, start, stop in origin_runs(rendering.origins):
-            if origin == UNKNOWN:
-                untraced.append("".join(rendering.text[start:stop].split()))
-            elif origin != TEMPLATE:
-                self._counts[paths[data_index(origin)]] += _characters(rendering.text[start:stop])
-        self._untraced_text = "\0".join(untraced)
+            path = None if origin in (TEMPLATE, UNKNOWN) else paths[data_index(origin)]
+            self._runs.append((path, "".join(rendering.text[start:stop].split())))
+            if path is not None:
+                self._counts[path] += len(self._runs[-1][1])
+        self._has_untraced = UNKNOWN in rendering.origins
         written = (path for path, count in self._counts.items() if count)
         self._prefixes = {path[:length] for path in written for length in range(len(path) + 1)}
 
@@ -51,9 +52,10 @@ class Written:
     def _untraced(self, path: tuple, string: str) -> bool:
         """Return whether an untraced operation may have written the string. A string in a list or object does not count, because
         Python's notation of the object would contain it too."""
-        return (
-            path[-1] in ("content", "arguments", "name", *REASONING) and "".join(string.split()) in self._untraced_text
-        )
+        if not self._has_untraced or path[-1] not in ("content", "arguments", "name", *REASONING):
+            return False
+        text = "".join(run if origin in (None, path) else "\0" for origin, run in self._runs)
+        return "".join(string.split()) in text
 
 
 def _characters(text: str) -> int:
