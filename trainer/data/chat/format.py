@@ -23,7 +23,7 @@ from trainer.data.chat.forms import template_data, variants
 from trainer.data.chat.markers import Marker, find_marker
 from trainer.data.chat.special_names import SpecialNames
 from trainer.data.chat.template import ChatTemplate, Rendering, TemplateFailure
-from trainer.data.chat.template_files import SETTING, fitting_template, own_template, read_template
+from trainer.data.chat.template_files import SETTING, fitting_template, own_template, read_template, tags_are_text
 from trainer.data.chat.written import check_written
 from trainer.data.tokenizer.protocol import Tokenizer
 from trainer.data.tokenizer.special_tokens import missing_special_tokens, reserved_names
@@ -77,9 +77,9 @@ class ChatFormat:
                 raise ConfigError("data.allowed_special", f"the tokenizer has no special token {name}")
         self._allowed_special = sorted(allowed_special)
         self._is_own = template == own_template(tokenizer.files)
-        # As in transformers, the model's own template may write names that only look special, such as OLMo 2's <|user|>.
         known = {*self._special, *self._names.values()}
-        self._special_names = SpecialNames(known, allowed_special, only_known=self._is_own)
+        only_known = tags_are_text(template, tokenizer.files)
+        self._special_names = SpecialNames(known, allowed_special, only_known=only_known)
         self._template: ChatTemplate
         self._marker: Marker | None
         """Shipped template that marks the answers, if the template cannot."""

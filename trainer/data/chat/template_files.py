@@ -74,6 +74,12 @@ def find_template(folder: Path) -> Path | None:
     return next((file for file in files if file.suffix != ".json" or _json(file).get("chat_template")), None)
 
 
+def tags_are_text(template: str, files: Mapping[str, bytes]) -> bool:
+    """Return whether names in a template that only look like special tokens are plain text, as in transformers: in a tokenizer's
+    own template, and in OLMo 2's. files: name -> content of the tokenizer's files."""
+    return template in (own_template(files), _read(BUILT_IN["olmo2"]))
+
+
 def own_template(files: Mapping[str, bytes]) -> str:
     """Return the chat template among the files of a tokenizer, or "" if there is none. files: name -> content."""
     for name in _FILES:
