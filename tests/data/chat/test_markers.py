@@ -1,4 +1,4 @@
-"""Published-style templates of all families: which of them a shipped template marks, and that no conversation is marked wrongly."""
+"""Published-style templates of all families: which of them a shipped template marks, and that no answer is marked wrongly."""
 
 import json
 import re
