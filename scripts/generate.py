@@ -112,7 +112,7 @@ def main() -> None:
     add("--prompt", type=utf8, metavar="TEXT", help="text to continue")
     add("--chat", action="store_true", help="start a chat, in which each line of stdin is a message of the user")
     add("--system", default="", type=utf8, metavar="TEXT", help="system message of the chat")
-    add("--chat-template", default="", metavar="NAME", help="llama2, llama3, chatml or a file (default: the model's)")
+    add("--chat-template", default="", metavar="NAME", help="shipped template or a file (default: the model's)")
     add("--max-new-tokens", type=positive_int, default=256, metavar="N", help="maximum number of tokens of an answer")
     add("--max-seq-len", type=non_negative_int, default=0, metavar="N", help="context window; 0: seq_len of training")
     add("--temperature", type=non_negative_float, default=0.8, metavar="T", help="0: the most likely token")

@@ -16,6 +16,7 @@ from tests.data.tokenizer.test_tekken import content
 from tests.training_runs import checkpoint_of, in_folder, train
 from trainer.checkpoint.export import export_run
 from trainer.config import TokenizerConfig
+from trainer.data.chat.template_files import BUILT_IN
 from trainer.data.tokenizer.backends import DEFAULT_FILE, load_tokenizer
 from trainer.inference.generate import Sampling, TextGenerator, TextStream, sample
 from trainer.testing.ranks import RankError
@@ -329,7 +330,7 @@ def test_errors_of_the_model_are_one_line(chat_run, tmp_path):
         ),
         (
             [chat_run, "--chat", "--chat-template", "Llama3"],
-            "--chat-template Llama3: expected one of llama2, llama3, chatml, or an existing file or folder; "
+            f"--chat-template Llama3: expected one of {', '.join(BUILT_IN)}, or an existing file or folder; "
             "did you mean 'llama3'?",
         ),
     ):

@@ -19,6 +19,7 @@ from trainer.checkpoint.huggingface import window_and_generation
 from trainer.config import ConfigError
 from trainer.config.model_source import resolve_checkpoint
 from trainer.data.chat.format import ChatFormat, load_chat_format
+from trainer.data.chat.template_files import BUILT_IN
 from trainer.data.tokenizer.protocol import Tokenizer
 from trainer.inference.load import build_model, load_text
 from trainer.parallel.tensor import apply_tensor
@@ -187,7 +188,7 @@ class TextGenerator:
     def chat_format(self) -> ChatFormat:
         """Return the chat format that the template defines. Raises ConfigError if the model has no chat template."""
         if not self.chat_template:
-            names = "llama2, llama3, chatml or a file"
+            names = f"{', '.join(BUILT_IN)} or a file"
             raise ConfigError("", f"the model has no chat template; choose one with --chat-template ({names})")
         return load_chat_format(self.chat_template, self.tokenizer)
 

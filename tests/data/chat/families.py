@@ -1,7 +1,7 @@
 """Chat formats of model families: their templates, the special tokens of their tokenizers, and the flags of these tokens.
 
 Templates with a file name are published ones, from the package trl. Those for training differ from the model's own template by
-{% generation %} blocks. The others are written in the style of the family.
+{% generation %} blocks. The others are written in the style of the family (published.py).
 """
 
 import functools
@@ -13,6 +13,7 @@ from pathlib import Path
 import transformers
 import trl
 
+from tests.data.chat import published
 from tests.data.chat.examples import DEFAULT
 from trainer.config import TokenizerConfig
 from trainer.data.chat.format import ChatFormat, load_chat_format
@@ -21,47 +22,6 @@ from trainer.data.tokenizer.backends import load_tokenizer
 from trainer.data.tokenizer.hf_json import SPECIAL_TOKEN_FLAGS, json_bytes
 
 _TRL = Path(trl.__file__).with_name("chat_templates")
-
-_MISTRAL = """{{- bos_token }}
-{%- for message in messages %}
-    {%- if message.role == 'system' %}
-        {{- '[SYSTEM_PROMPT]' + message.content + '[/SYSTEM_PROMPT]' }}
-    {%- elif message.role == 'user' %}
-        {%- if tools and loop.index0 == (1 if messages[0].role == 'system' else 0) %}
-            {{- '[AVAILABLE_TOOLS]' + tools | tojson + '[/AVAILABLE_TOOLS]' }}
-        {%- endif %}
-        {{- '[INST]' + message.content + '[/INST]' }}
-    {%- elif message.role == 'assistant' %}
-        {{- message.content if message.content else '' }}
-        {%- for call in message.tool_calls or [] %}
-            {%- set arguments = call.function.arguments %}
-            {{- '[TOOL_CALLS]' + call.function.name + '[ARGS]' }}
-            {{- arguments if arguments is string else arguments | tojson }}
-        {%- endfor %}
-        {{- eos_token }}
-    {%- elif message.role == 'tool' %}
-        {{- '[TOOL_RESULTS]' + message.content + '[/TOOL_RESULTS]' }}
-    {%- endif %}
-{%- endfor %}"""
-_GRANITE = """{%- if messages[0].role == 'system' %}
-    {%- set system, loop_messages = messages[0].content, messages[1:] %}
-{%- else %}
-    {%- set system, loop_messages = 'You answer.', messages %}
-{%- endif %}
-{{- '<|start_of_role|>system<|end_of_role|>' + system + '<|end_of_text|>\\n' }}
-{%- if tools %}
-    {{- '<|start_of_role|>available_tools<|end_of_role|>' + tools | tojson(indent=4) + '<|end_of_text|>\\n' }}
-{%- endif %}
-{%- for message in loop_messages %}
-    {{- '<|start_of_role|>' + ('tool_response' if message.role == 'tool' else message.role) + '<|end_of_role|>' }}
-    {%- if message.tool_calls %}
-        {{- '<|tool_call|>' + message.tool_calls | map(attribute='function') | list | tojson }}
-    {%- endif %}
-    {{- (message.content or '') + '<|end_of_text|>\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|start_of_role|>assistant<|end_of_role|>' }}
-{%- endif %}"""
 
 
 @dataclass(frozen=True)
@@ -74,6 +34,8 @@ class Family:
     eos: str
     rstrip: bool = False
     """Whether `special` tokens absorb white space after them."""
+    answers: str = ""
+    """Pattern of an answer with its end of turn, if the template cannot mark answers. Its group is what is trained on."""
 
     @property
     def text(self) -> str:
@@ -92,6 +54,14 @@ _BAR = "\uff5c"  # DeepSeek's names have full-width bars
 _DEEPSEEK = (_TRL / "deepseekv3_training.jinja").read_text()
 
 
+_INSTRUCT = tuple(dict.fromkeys(re.findall(r"\[/?[A-Z_]+\]", published.MISTRAL_7B + published.MINISTRAL)))
+_SEP = ("<|im_start|>", "<|im_sep|>", "<|im_end|>")
+_IM_ANSWERS = r"<\|im_start\|>assistant\n((?:(?!<\|im_start\|>).)*(?:<\|im_end\|>|<\|endoftext\|>))"
+_AT_ONCE = r"<\|im_start\|>assistant\n(?:<think>\n\n</think>\n)?((?:(?!<\|im_start\|>).)*<\|im_end\|>)"
+_PHI_ANSWERS = r"<\|assistant\|>\n(.*?<\|end\|>)"
+_PHI_MINI_ANSWERS = r"<\|assistant\|>(.*?<\|end\|>)"
+_INST_ANSWERS = r"(?:(?<=\[/INST\])|(?<=\[/TOOL_RESULTS\])|(?<=s>))((?!\[(?:INST|TOOL_RES|AVAIL)).+?</s>)"
+
 FAMILIES = {
     "llama2": Family("llama2", (), "<s>", "</s>"),
     "llama3": Family("llama3", _LLAMA, "<|begin_of_text|>", "<|end_of_text|>"),
@@ -99,14 +69,24 @@ FAMILIES = {
     "Llama 3.1": Family("llama3_1.jinja", _LLAMA, "<|begin_of_text|>", "<|eot_id|>"),
     "Llama 3.2": Family("llama3_2.jinja", _LLAMA, "<|begin_of_text|>", "<|eot_id|>"),
     "Qwen 2.5": Family("qwen2_5.jinja", _QWEN[:-2], None, "<|im_end|>"),
-    "Qwen 3": Family("qwen3_training.jinja", _QWEN, None, "<|im_end|>"),
+    "Qwen 3": Family("qwen3.jinja", _QWEN, None, "<|im_end|>", answers=_IM_ANSWERS),
     "Qwen 3 2507": Family("qwen3_instruct_2507.jinja", _QWEN, None, "<|im_end|>"),
     "Gemma 2": Family("gemma.jinja", _TURN[:2], "<bos>", "<eos>"),
     "Gemma 3": Family("gemma3.jinja", _TURN, "<bos>", "<eos>"),
-    "Phi 3": Family("phi3_training.jinja", _PHI, "<s>", "<|endoftext|>", rstrip=True),
-    "Mistral": Family(_MISTRAL, tuple(re.findall(r"\[/?[A-Z_]+\]", _MISTRAL)), "<s>", "</s>"),
+    "Phi 3": Family("phi3.jinja", _PHI, "<s>", "<|endoftext|>", rstrip=True, answers=_PHI_ANSWERS),
+    "Phi 4 mini": Family(
+        published.PHI4_MINI, (*_PHI, "<|tool|>", "<|/tool|>"), None, "<|endoftext|>", answers=_PHI_MINI_ANSWERS
+    ),
+    "Mistral v0.3": Family(published.MISTRAL_7B, _INSTRUCT, "<s>", "</s>", answers=_INST_ANSWERS),
+    "Ministral 3": Family(published.MINISTRAL, _INSTRUCT, "<s>", "</s>"),
+    "SmolLM 3": Family(published.SMOLLM3, (*_IM, "<think>", "</think>"), None, "<|im_end|>", answers=_AT_ONCE),
+    "OLMo 2": Family(published.OLMO2, _IM, "<|endoftext|>", "<|endoftext|>"),
+    "OLMo 3": Family(published.OLMO3, _IM, None, "<|endoftext|>", answers=_IM_ANSWERS),
     "Granite 3": Family(
-        _GRANITE, ("<|start_of_role|>", "<|end_of_role|>", "<|tool_call|>"), "<|startoftext|>", "<|end_of_text|>"
+        published.GRANITE,
+        ("<|start_of_role|>", "<|end_of_role|>", "<|tool_call|>"),
+        "<|startoftext|>",
+        "<|end_of_text|>",
     ),
     "gpt-oss": Family("gptoss_training.jinja", _HARMONY, "<|startoftext|>", "<|return|>"),
     "DeepSeek V3": Family(
@@ -116,6 +96,21 @@ FAMILIES = {
         f"<{_BAR}end\u2581of\u2581sentence{_BAR}>",
     ),
 }
+"""Families whose templates are tried with conversations of all shapes."""
+OTHERS = {
+    "Llama 2": Family(published.LLAMA2, (), "<s>", "</s>"),
+    "Llama 3": Family("llama3.jinja", _LLAMA, "<|begin_of_text|>", "<|end_of_text|>"),
+    "Mistral v0.2": Family(published.MISTRAL_V1, (), "<s>", "</s>"),
+    "Mistral Nemo": Family(published.NEMO, _INSTRUCT, "<s>", "</s>", answers=_INST_ANSWERS),
+    "OLMo 3 Think": Family(
+        published.OLMO3_THINK, _IM, None, "<|endoftext|>", answers=_IM_ANSWERS.replace("(", "(?:<think>)?(", 1)
+    ),
+    "Phi 3, early": Family(published.PHI3_SMALL, _PHI, "<s>", "<|endoftext|>", rstrip=True),
+    "Phi 3.5": Family("phi3_5.jinja", _PHI, "<s>", "<|endoftext|>", rstrip=True, answers=_PHI_ANSWERS),
+    "Phi 4": Family(published.PHI4, _SEP, "<|endoftext|>", "<|im_end|>"),
+    "Phi 4 reasoning": Family(published.PHI4_REASONING, (*_SEP, "<think>", "</think>"), "<|endoftext|>", "<|im_end|>"),
+}
+"""Other templates of these families."""
 
 
 def write_folder(family: Family, folder: Path) -> None:
@@ -147,8 +142,9 @@ class Loaded:
 
 
 def load(name: str, folder: Path) -> Loaded:
-    write_folder(FAMILIES[name], folder)
+    family = (FAMILIES | OTHERS)[name]
+    write_folder(family, folder)
     tokenizer = load_tokenizer(TokenizerConfig(backend="huggingface", path=str(folder)))
     chat = load_chat_format(str(folder), tokenizer)
     chat.validate_template()
-    return Loaded(FAMILIES[name], chat, transformers.AutoTokenizer.from_pretrained(folder))
+    return Loaded(family, chat, transformers.AutoTokenizer.from_pretrained(folder))

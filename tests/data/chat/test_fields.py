@@ -232,18 +232,21 @@ def test_reasoning_is_used_or_named(chat, name):
     chat.encode_document({"messages": [USER, ANSWER | {name: None}]})
 
 
-def test_reasoning_that_is_omitted_is_allowed_only_in_context():
-    chat = ChatFormat.compile(THINKING, DEFAULT)
+def test_an_answer_without_its_reasoning_is_context():
+    marked = THINKING.replace("{{ m.role }}", "{{ m.role }}{% if m.role == 'assistant' %}{% generation %}").replace(
+        "<|eot_id|>", "<|eot_id|>{% endgeneration %}{% else %}{{ m.content }}<|eot_id|>{% endif %}"
+    )
+    chat = ChatFormat.compile(marked, DEFAULT)
     talk = [USER, ANSWER | {"reasoning_content": "because"}, USER, ANSWER]
+    encoded, unused = chat.encode_document({"messages": talk})
+    assert DEFAULT.decode(encoded[0]) == "userq<|eot_id|>assistanta<|eot_id|>" * 2
+    assert "".join(shown(encoded)).endswith("assistanta<|eot_id|>userq<|eot_id|>assistant+a+<|eot_id|>")
+    assert unused == ("reasoning of earlier answers (context only)",)
+    talk[-1] = ANSWER | {"weight": 0}
     assert reason_of({"messages": talk}, chat) == (
         "the template omits reasoning_content of message 2, an answer to train on; give the answer the weight 0, or end the "
         "conversation with it"
     )
-    marked = THINKING.replace("{{ m.role }}", "{{ m.role }}{% if m.role == 'assistant' %}{% generation %}").replace(
-        "<|eot_id|>", "<|eot_id|>{% endgeneration %}{% else %}{{ m.content }}<|eot_id|>{% endif %}"
-    )
-    tokens, _ = ChatFormat.compile(marked, DEFAULT).encode(talk, loss_mask=[False, False, False, True])
-    assert DEFAULT.decode(tokens) == "userq<|eot_id|>assistanta<|eot_id|>" * 2
 
 
 def test_arguments_of_the_template_are_used_or_named():

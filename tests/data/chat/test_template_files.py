@@ -38,7 +38,7 @@ def test_files_without_a_template_are_rejected(tmp_path):
         return error.value.message
 
     config = tmp_path / "tokenizer_config.json"
-    expected = "expected one of llama2, llama3, chatml, or an existing file or folder"
+    expected = f"expected one of {', '.join(BUILT_IN)}, or an existing file or folder"
     for wrong, hint in (("mine", ""), ("Llama3", "; did you mean 'llama3'?"), ("ChatML", "; did you mean 'chatml'?")):
         assert message_of(wrong) == expected + hint
     assert message_of(tmp_path) == f"{tmp_path} is empty"

@@ -81,7 +81,11 @@ def locate_answers(
             raise TemplateFailure(
                 f"the template cannot render the prompt for message {i + 1}: {failure.reason}"
             ) from None
-        return (len(before), len(after)) if after.startswith(before) and rendering.text.startswith(after) else None
+        if not after.startswith(before) or not rendering.text.startswith(after):
+            return None
+        if i == 0 and i in ranges and rendering.text[len(before) : ranges[i][0]].strip():
+            return None  # a prompt without messages may lack the header of an answer
+        return len(before), len(after)
 
     turns: dict[int, Turn | None] = {}
     for (surroundings, *_), indices in kinds.items():

@@ -5,9 +5,11 @@ token. In messages, this applies only to the names in data.allowed_special; all 
 and each answer are tokenized separately, exactly as at inference.
 """
 
+import contextlib
 import hashlib
 import itertools
 import json
+import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,9 +20,10 @@ from trainer.data.chat.answers import Turn, locate_answers
 from trainer.data.chat.conversations import Message, PromptCompletion, parse_conversation
 from trainer.data.chat.fields import without
 from trainer.data.chat.forms import template_data, variants
+from trainer.data.chat.markers import Marker, find_marker
 from trainer.data.chat.special_names import SpecialNames
 from trainer.data.chat.template import ChatTemplate, Rendering, TemplateFailure
-from trainer.data.chat.template_files import SETTING, fitting_template, read_template
+from trainer.data.chat.template_files import SETTING, fitting_template, own_template, read_template, tags_are_text
 from trainer.data.chat.written import check_written
 from trainer.data.tokenizer.protocol import Tokenizer
 from trainer.data.tokenizer.special_tokens import missing_special_tokens, reserved_names
@@ -49,7 +52,6 @@ class ChatFormat:
     """A chat template combined with a tokenizer.
 
     end_of_turn: ids of the tokens that end an answer.
-    fingerprint: text that identifies the encoding. Formats with equal fingerprints encode every conversation equally.
     """
 
     def __init__(
@@ -73,15 +75,16 @@ class ChatFormat:
         for name in allowed_special:
             if name not in self._special:
                 raise ConfigError("data.allowed_special", f"the tokenizer has no special token {name}")
-        self._special_names = SpecialNames({*self._special, *self._names.values()}, allowed_special)
+        self._allowed_special = sorted(allowed_special)
+        self._is_own = template == own_template(tokenizer.files)
+        known = {*self._special, *self._names.values()}
+        only_known = tags_are_text(template, tokenizer.files)
+        self._special_names = SpecialNames(known, allowed_special, only_known=only_known)
         self._template: ChatTemplate
+        self._marker: Marker | None
+        """Shipped template that marks the answers, if the template cannot."""
         self.end_of_turn: tuple[int, ...]
         """Ids of the tokens that end an answer."""
-        shape = [_VERSION, template, self._names, self._special, sorted(allowed_special), tokenizer.fingerprint]
-        shape += [sorted(self._ignored_fields)]
-        if tokenizer.parts_fingerprint:
-            shape.append(tokenizer.parts_fingerprint)
-        self.fingerprint = "chat-" + hashlib.sha256(json.dumps(shape, sort_keys=True).encode()).hexdigest()[:16]
 
     @classmethod
     def compile(
@@ -110,12 +113,33 @@ class ChatFormat:
         try:
             chat._template = ChatTemplate.compile(template)
             chat.end_of_turn = chat._find_end_of_turn()
+            chat._marker = find_marker(chat._names, chat._render_data, chat._template.has_generation_blocks)
         except TemplateFailure as failure:
             raise chat._refusal(failure) from None
         return chat
 
+    @property
+    def fingerprint(self) -> str:
+        """Text that identifies the encoding. Formats with equal fingerprints encode every conversation equally."""
+        tokenizer = self.tokenizer
+        shape = [_VERSION, self.template, self._names, self._special, self._allowed_special, tokenizer.fingerprint]
+        shape += [sorted(self._ignored_fields)]
+        if tokenizer.parts_fingerprint:
+            shape.append(tokenizer.parts_fingerprint)
+        if self._marker is not None:
+            shape.append(self._marker.source)
+        return "chat-" + hashlib.sha256(json.dumps(shape, sort_keys=True).encode()).hexdigest()[:16]
+
+    @property
+    def marked_by(self) -> str:
+        """Name of the shipped training template that marks the answers, or "" if the template does so itself."""
+        return "" if self._marker is None else self._marker.name
+
     def self_contained(self) -> str:
-        """Return the template with definitions of bos_token and similar variables, so that it needs no other configuration."""
+        """Return the template with definitions of bos_token and similar variables, so that it needs no other configuration. The
+        tokenizer's own template is returned as it is, because the tokenizer's files define these variables."""
+        if self._is_own:
+            return self.template
         names = "".join(f"{{% set {name} = {json.dumps(token)} %}}" for name, token in sorted(self._names.items()))
         return f'{names}{{{{ "" }}}}{self.template}'
 
@@ -145,7 +169,8 @@ class ChatFormat:
         """
         is_answer = [message["role"] == "assistant" for message in messages]
         loss_mask = is_answer if loss_mask is None else loss_mask
-        rendering, turns, unused = self._render_complete(messages, tools, arguments, loss_mask)
+        rendering, turns, unused, context = self._render_complete(messages, tools, arguments, loss_mask)
+        loss_mask = [is_target and i not in context for i, is_target in enumerate(loss_mask)]
         turn_mask = [True] * len(turns)
         if loss_mask != is_answer:
             if sum(is_answer) != len(turns):
@@ -156,7 +181,7 @@ class ChatFormat:
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         """Encode messages up to the start of the next answer. Raises TemplateFailure if the template cannot render them."""
         data = template_data(messages, None, {})
-        rendering = self._template.render(self._names, data, True)
+        rendering = self._render_data(data, True)
         located = self._locate(rendering, data, True).values()
         turns = [turn for turn in located if turn]
         return self._encode_rendered(rendering, turns, [False] * len(turns))[0]
@@ -196,9 +221,9 @@ class ChatFormat:
         They differ if the template rewrites earlier turns, or emits the assistant's header only together with an answer.
         """
         try:
-            rendering, turns, _ = self._render_complete(_PROBE, None, {}, [False, True] * 2)
+            rendering, turns, *_ = self._render_complete(_PROBE, None, {}, [False, True] * 2)
             tokens, targets = self._encode_rendered(rendering, turns, [True] * len(turns))
-            if not self._template.has_generation_blocks:
+            if not self._template.has_generation_blocks and self._marker is None:
                 self._check_header(rendering.text[slice(*turns[0])])
         except TemplateFailure as failure:
             raise self._refusal(failure) from None
@@ -212,7 +237,10 @@ class ChatFormat:
     # ---------------------------------------------------------------- text
 
     def _render(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> Rendering:
-        return self._template.render(self._names, template_data(messages, None, {}), add_generation_prompt)
+        return self._render_data(template_data(messages, None, {}), add_generation_prompt)
+
+    def _render_data(self, data: Mapping[str, Any], add_generation_prompt: bool) -> Rendering:
+        return self._template.render(self._names, data, add_generation_prompt)
 
     def _render_complete(
         self,
@@ -220,44 +248,53 @@ class ChatFormat:
         tools: Sequence[Mapping] | None,
         arguments: Mapping[str, Any],
         loss_mask: Sequence[bool],
-    ) -> tuple[Rendering, list[Turn], set[str]]:
-        """Render a conversation. Return the text, the range of each answer, and the names of the messages' unused fields. Raises
-        TemplateFailure if a part of the conversation is not in the text, or an answer cannot be located."""
+    ) -> tuple[Rendering, list[Turn], set[str], set[int]]:
+        """Render a conversation. Return the text, the range of each answer, the names of the messages' unused fields, and the
+        indices of the answers that are context because the template omits their reasoning. Raises TemplateFailure if another part
+        of the conversation is not in the text, or an answer cannot be located."""
         failures: list[TemplateFailure] = []
         for variant in variants(messages):
             data = template_data(variant, tools, arguments)
             try:
-                rendering = self._template.render(self._names, data, False)
+                rendering = self._render_data(data, False)
             except TemplateFailure as failure:
                 failures.append(failure)
                 continue
             try:
-                unused = check_written(self._template, rendering, variant, data, loss_mask)
+                unused, context = check_written(self._template, rendering, variant, data, loss_mask)
+                self._special_names.check_origins(rendering.text, rendering.origins)
                 break
             except TemplateFailure as failure:
+                if self._marker is not None and not failure.way_out and self._marker.writes(variant, data, loss_mask):
+                    way_out = f'set data.chat_template = "{self._marker.name}", which writes it'
+                    failure = TemplateFailure(failure.reason, way_out)
                 failures.insert(0, failure)  # it says more than an error in the template
         else:
             raise failures[0]
-        if self._template.has_generation_blocks:
-            return rendering, rendering.blocks, unused
         located = self._locate(rendering, data, False)
         for i, turn in located.items():
             if turn is None:
                 reason = f"the template renders message {i + 1} differently in a prompt or in a longer conversation"
+                if self._marker is not None:
+                    reason += f", and differently from the shipped template {self._marker.name}"
                 raise TemplateFailure(reason, self._way_out(_MARK_THE_ANSWERS))
-        return rendering, list(located.values()), unused
+        return rendering, list(located.values()), unused, context
 
     def _locate(
         self, rendering: Rendering, data: Mapping[str, Any], add_generation_prompt: bool
     ) -> dict[int, Turn | None]:
-        """Return the range of each answer in a rendering without {% generation %} blocks, by the index of its message."""
+        """Return the range of each answer in a rendering by the index of its message, or of each {% generation %} block."""
+        if self._marker is not None:
+            turns = self._marker.locate(rendering, data, self._render_data, add_generation_prompt)
+            if all(turns.values()):
+                return turns
         if self._template.has_generation_blocks:
             return dict(enumerate(rendering.blocks))
 
         def render_text(leading: Sequence[Message], with_prompt: bool) -> str:
             if len(leading) == len(data["messages"]) and with_prompt == add_generation_prompt:
                 return rendering.text
-            return self._template.render(self._names, {**data, "messages": leading}, with_prompt).text
+            return self._render_data({**data, "messages": leading}, with_prompt).text
 
         return locate_answers(rendering, data, render_text)
 
@@ -330,12 +367,20 @@ class ChatFormat:
         missing = [name for name in special if name not in self._special]
         if missing:
             raise self._missing_tokens_error([*missing, *missing_special_tokens(self.template, self._special)])
-        before, answer, _ = rendering.text.rpartition(_ANSWER)
-        following = self._pieces(rendering, len(before) + len(answer))
-        ends = [self._special[name] for name, is_special in following if is_special]
-        if not answer or not ends:
+        ends = self._ends_of_answers(rendering)
+        if not ends:
             raise TemplateFailure(_NO_END_OF_TURN)
-        return (ends[0],)
+        with contextlib.suppress(TemplateFailure):  # OLMo 3 ends earlier answers by another token
+            ends += self._ends_of_answers(self._render(_PROBE))
+        return tuple(dict.fromkeys(ends))
+
+    def _ends_of_answers(self, rendering: Rendering) -> list[int]:
+        """Return the first special token after each answer of a rendered probe."""
+        ends = []
+        for answer in re.finditer(re.escape(_ANSWER), rendering.text):
+            following = self._pieces(rendering, answer.end())
+            ends += [self._special[name] for name, is_special in following if is_special and name in self._special][:1]
+        return ends
 
     def _check_header(self, first_answer: str) -> None:
         with_prompt, without_prompt = (self._render([_QUESTION], is_prompt).text for is_prompt in (True, False))

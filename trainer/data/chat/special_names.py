@@ -14,11 +14,17 @@ class SpecialNames:
     A text of a message therefore never becomes a special token, neither alone nor together with adjacent text of the template.
     """
 
-    def __init__(self, names: Collection[str], allowed: Collection[str]):
-        """allowed: names that also count in messages."""
+    def __init__(self, names: Collection[str], allowed: Collection[str], *, only_known: bool = False):
+        """Describe the names.
+
+        Args:
+            names: Names of the special tokens.
+            allowed: Names that also count in messages.
+            only_known: Whether other texts that look like such a name are plain text.
+        """
         # Sorted by length, so that a name is found before its own prefix.
         longest_first = [re.escape(name) for name in sorted(filter(None, names), key=len, reverse=True)]
-        pattern = "|".join([*longest_first, SPECIAL_LOOKING])
+        pattern = "|".join([*longest_first, "(?!)" if only_known else SPECIAL_LOOKING])
         self._pattern = re.compile(pattern)
         self._overlapping = re.compile(f"(?=({pattern}))")
         self._allowed = (
@@ -31,8 +37,7 @@ class SpecialNames:
         origins: the origin of each character (traced.py), with the length of the text. Raises TemplateFailure if a name contains
         characters of unknown origin, and no characters of a message.
         """
-        if UNKNOWN in origins:
-            self._check_origins(text, origins)
+        self.check_origins(text, origins)
         end = 0
         for run in re.finditer(f"{TEMPLATE}+", origins):
             for match in self._pattern.finditer(text, *run.span()):
@@ -51,8 +56,9 @@ class SpecialNames:
         if end < len(text):
             yield text[end:], False
 
-    def _check_origins(self, text: str, origins: str) -> None:
-        for match in self._overlapping.finditer(text):
+    def check_origins(self, text: str, origins: str) -> None:
+        """Raise TemplateFailure if a name in a text contains characters of unknown origin, and no characters of a message."""
+        for match in self._overlapping.finditer(text) if UNKNOWN in origins else ():
             origin = set(origins[slice(*match.span(1))])
             is_allowed = self._allowed is not None and self._allowed.fullmatch(match[1])
             if UNKNOWN in origin and origin <= {TEMPLATE, UNKNOWN} and not is_allowed:

@@ -10,13 +10,31 @@ from trainer.config import ConfigError
 from trainer.config.fields import did_you_mean
 from trainer.config.model_source import TEMPLATE_FILES, template_file
 from trainer.data.tokenizer.special_tokens import SPECIAL_LOOKING
-from trainer.system.files import TooLarge, read_json_object, read_limited
+from trainer.system.files import TooLarge, parse_json_object, read_json_object, read_limited
 from trainer.system.model_folder import folder_problem, pointer_problem
 from trainer.system.paths import unreadable
 
 SETTING = "data.chat_template"
 _FOLDER = Path(__file__).with_name("templates")
-BUILT_IN = {name: _FOLDER / f"{name}.jinja" for name in ("llama2", "llama3", "chatml")}
+_PROMPT_ENDS = {
+    "qwen3": "<|im_start|>assistant\n",
+    "smollm3": "<|im_start|>assistant\n",
+    "olmo3": "<|im_start|>assistant\n",
+    "qwen2.5": "<|im_start|>assistant\n",
+    "llama3.1": "<|start_header_id|>assistant<|end_header_id|>\n\n",
+    "ministral3": "[/INST]",
+    "mistral-nemo": "[/INST]",
+    "mistral-v0.3": "[/INST]",
+    "olmo2": "<|assistant|>\n",
+    "granite3": "<|start_of_role|>assistant<|end_of_role|>",
+    "gemma2": "<start_of_turn>model\n",
+    "gemma3": "<start_of_turn>model\n",
+    "phi3": "<|assistant|>\n",
+    "phi4": "<|im_start|>assistant<|im_sep|>",
+    "phi4-mini": "<|assistant|>",
+}
+"""Name of a shipped template that marks answers by {% generation %} blocks -> the text before an answer."""
+BUILT_IN = {name: _FOLDER / f"{name}.jinja" for name in ("llama2", "llama3", "chatml", *_PROMPT_ENDS)}
 _VARIABLES = ("bos_token", "eos_token")
 _TAG = r"\[/?[A-Z]+\]"
 """Pattern of tags that are plain text, such as [INST]."""
@@ -48,6 +66,41 @@ def read_template(choice: str) -> tuple[str, dict[str, str] | None]:
     # chat_template.json is the file of models of several modalities. Their tokenizer defines the variables.
     tokens = _json(config) if path.name == TEMPLATE_FILES[-1] and config.is_file() else content
     return _template(content, path), _names(tokens)
+
+
+def tags_are_text(template: str, files: Mapping[str, bytes]) -> bool:
+    """Return whether names in a template that only look like special tokens are plain text, as in transformers: in a tokenizer's
+    own template, and in OLMo 2's. files: name -> content of the tokenizer's files."""
+    return template in (own_template(files), _read(BUILT_IN["olmo2"]))
+
+
+def own_template(files: Mapping[str, bytes]) -> str:
+    """Return the chat template among the files of a tokenizer, or "" if there is none. files: name -> content."""
+    for name in TEMPLATE_FILES:
+        try:
+            text = files.get(name, b"").decode()
+            found = (
+                text
+                if name == TEMPLATE_FILES[0]
+                else parse_json_object(text.encode()).get("chat_template")
+                if text
+                else ""
+            )
+        except ValueError:
+            continue
+        if isinstance(found, list):
+            found = next((e.get("template") for e in found if isinstance(e, dict) and e.get("name") == "default"), "")
+        if isinstance(found, str) and found:
+            return found
+    return ""
+
+
+def marking_templates(text: str) -> Iterator[tuple[str, str, str]]:
+    """Yield (name, Jinja text, text before an answer) of each shipped template that marks answers, if `text`, a conversation,
+    contains the text before an answer."""
+    for name, prompt_end in _PROMPT_ENDS.items():
+        if prompt_end in text:
+            yield name, _read(BUILT_IN[name]), prompt_end
 
 
 def fitting_template(template: str, special_tokens: Collection[str], names: Mapping[str, str]) -> str:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config import ConfigError, DataConfig, TokenizerConfig
+from trainer.data.chat.format import ChatFormat
 from trainer.data.prepare import fingerprint, tokenize
 from trainer.data.prepare.encode import CHAT_DATASETS, chat_format
 from trainer.data.prepare.limits import Counts, check_number, check_share
@@ -53,6 +54,12 @@ def prepare(
         if data.dataset == "prepared":
             folder = concat_stores(data, tokenizer)
         else:
+            chat = _chat_format(data, tokenizer)
+            if chat is not None and chat.marked_by:
+                console.info(
+                    f"chat template of {data.chat_template}: it cannot mark the answers, so the shipped training template "
+                    f"{chat.marked_by} marks them; all tokens are those of {data.chat_template}"
+                )
             source, key, not_cached = locate(data, tokenizer, file_shard)
             folder = store_folder(data, key)
             # A complete store may be in a folder that cannot be written: it needs no lock.
@@ -80,7 +87,7 @@ def locate(data: DataConfig, tokenizer: Tokenizer, file_shard: tuple[int, int] =
         message = f"this dataset has {len(source.files)} files, too few for {file_shard[1]} shards"
         raise ConfigError("data.path", message)
     source = replace(source, files=files)
-    return source, *_key(source, data, tokenizer, Path(data.store_folder))
+    return source, *_key(source, data, tokenizer, _chat_format(data, tokenizer), Path(data.store_folder))
 
 
 def store_folder(data: DataConfig, key: str) -> Path:
@@ -102,11 +109,18 @@ def writing(stores: Path) -> Iterator[None]:
         ) from None
 
 
-def _key(source: Source, data: DataConfig, tokenizer: Tokenizer, stores: Path) -> tuple[str, str]:
+def _chat_format(data: DataConfig, tokenizer: Tokenizer) -> ChatFormat | None:
+    """Return the chat format of a dataset of conversations, or None."""
+    return chat_format(data, tokenizer) if data.dataset in CHAT_DATASETS else None
+
+
+def _key(
+    source: Source, data: DataConfig, tokenizer: Tokenizer, chat_format: ChatFormat | None, stores: Path
+) -> tuple[str, str]:
     """Return a hash of the names and contents of the files, the tokenizer, and every setting that affects the store. Also return
     the reason why the digests of the files could not be cached, or ""."""
     shape = [data.dataset, data.text_field, data.token_dtype, data.max_document_bytes, data.held_out_fraction]
-    chat = chat_format(data, tokenizer).fingerprint if data.dataset in CHAT_DATASETS else ""
+    chat = "" if chat_format is None else chat_format.fingerprint
     if data.dataset in CHAT_DATASETS and data.columns:
         shape.append(dict(sorted(data.columns.items())))
     return fingerprint.fingerprint(source, [VERSION, *shape, chat, tokenizer.fingerprint, tokenize.CHUNK_BYTES], stores)
@@ -140,7 +154,7 @@ def _build(
     console.info(f"preparing {data.dataset}: {len(source.files)} files, {total / 1e6:.1f} MB -> {folder}")
     job = tokenize.TokenizeJob(source, data, tokenizer_config, chunk_folder)
     chunks = tokenize.tokenize_chunks(job, tokenizer, total)
-    if _key(source, data, tokenizer, folder.parent)[0] != key:
+    if _key(source, data, tokenizer, _chat_format(data, tokenizer), folder.parent)[0] != key:
         shutil.rmtree(chunk_folder)  # it may contain documents of both versions
         newest = max(source.files, key=lambda path: os.stat(path).st_ctime_ns)
         message = f"the dataset has changed while it was prepared: {newest} is the file that changed last; start again"

@@ -1,0 +1,211 @@
+"""Published-style templates of all families: which of them a shipped template marks, and that no answer is marked wrongly."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers", reason="the tokens are compared with those of transformers")
+pytest.importorskip("trl", reason="the templates are those of the package trl")
+
+from tests.data.chat.examples import DEFAULT
+from tests.data.chat.families import FAMILIES, OTHERS, load, write_folder
+from tests.data.chat.shapes import SHAPES, answer, turns, user
+from tests.data.chat.test_corpus import AS_TEXT, EQUAL, Day, outcome
+from trainer.config import ConfigError, DataConfig, TokenizerConfig
+from trainer.data.chat.format import ChatFormat, load_chat_format
+from trainer.data.chat.template import TemplateFailure
+from trainer.data.chat.template_files import marking_templates
+from trainer.data.prepare.encode import chat_format
+from trainer.data.tokenizer.backends import load_tokenizer
+
+MARKERS = {
+    "Qwen 3": "qwen3",
+    "SmolLM 3": "smollm3",
+    "OLMo 3": "olmo3",
+    "OLMo 3 Think": "olmo3",
+    "Phi 3": "phi3",
+    "Phi 3.5": "phi3",
+    "Phi 4 mini": "phi4-mini",
+    "Mistral v0.3": "mistral-v0.3",
+    "Mistral Nemo": "mistral-nemo",
+}
+"""Family whose template cannot mark answers -> shipped template that marks them."""
+FEW = ("two turns", "white space around messages", "the name of a special token in an answer")
+
+
+def tokenizer_of(folder: Path):
+    return load_tokenizer(TokenizerConfig(backend="huggingface", path=str(folder)))
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory):
+    """Function that returns the folder of a family."""
+
+    def folder(name: str) -> Path:
+        path = tmp_path_factory.getbasetemp() / f"published {name}"
+        if not path.exists():
+            write_folder((FAMILIES | OTHERS)[name], path)
+        return path
+
+    return folder
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_templates_of_the_families_give_the_tokens_of_transformers(name, tmp_path):
+    loaded = load(name, tmp_path / "family")
+    assert loaded.chat.marked_by == MARKERS.get(name, "")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("transformers.utils.chat_template_utils.datetime", Day)
+        assert [outcome(loaded, SHAPES[shape]) for shape in FEW] == [EQUAL, EQUAL, AS_TEXT]
+
+
+@pytest.mark.parametrize(
+    ("name", "own"),
+    [
+        ("llama3.1", "Llama 3.1"),
+        ("qwen2.5", "Qwen 2.5"),
+        ("qwen3", "Qwen 3"),
+        ("mistral-v0.3", "Mistral v0.3"),
+        ("ministral3", "Ministral 3"),
+        ("smollm3", "SmolLM 3"),
+        ("olmo2", "OLMo 2"),
+        ("olmo3", "OLMo 3"),
+        ("granite3", "Granite 3"),
+        ("gemma2", "Gemma 2"),
+        ("gemma3", "Gemma 3"),
+        ("phi3", "Phi 3"),
+        ("phi4", "Phi 4"),
+        ("phi4-mini", "Phi 4 mini"),
+    ],
+)
+def test_a_shipped_template_writes_and_marks_what_the_published_one_does(name, own, folder_of):
+    folder = folder_of(own)
+    tokenizer = tokenizer_of(folder)
+    shipped, published = (
+        chat_format(DataConfig(chat_template=name), tokenizer),
+        load_chat_format(str(folder), tokenizer),
+    )
+    system = [] if own in ("Gemma 2", "Mistral v0.3") else [{"role": "system", "content": "Be brief."}]
+    talk = [*system, user(" Why? "), answer("So."), user("Really?"), answer("Yes.\n")]
+    assert shipped.encode(talk) == published.encode(talk)
+    assert shipped.prompt(talk[:-1]) == published.prompt(talk[:-1])
+    assert (shipped.marked_by, published.marked_by) == ("", MARKERS.get(own, ""))
+    assert published.self_contained() == (folder / "chat_template.jinja").read_text(), (
+        "exports have the folder's template"
+    )
+
+
+def test_transformers_finds_the_answers_in_the_blocks_of_shipped_templates(folder_of):
+    from transformers import AutoTokenizer
+
+    peer = AutoTokenizer.from_pretrained(folder_of("Qwen 3"))
+    talk = [
+        user("Why?"),
+        answer("So.", reasoning_content="Hm."),
+        user("Really?"),
+        answer("Yes.", reasoning_content="Hm."),
+    ]
+    for name, text, _ in marking_templates("<|im_start|>assistant\n[/INST]<|assistant|>\n"):
+        encoded = peer.apply_chat_template(
+            talk,
+            chat_template=text,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+            eos_token="<|im_end|>",
+            bos_token="",
+        )
+        tokens, mask = encoded["input_ids"], encoded["assistant_masks"]
+        assert len(re.findall("1+", "".join(map(str, mask)))) == 2, name
+        assert "Yes." in peer.decode([t for t, m in zip(tokens, mask, strict=True) if m]), name
+
+
+def test_a_prompt_that_opens_the_reasoning_is_no_target(folder_of, tmp_path):
+    folder = folder_of("Qwen 3")
+    tokenizer = tokenizer_of(folder)
+    text = (folder / "chat_template.jinja").read_text()
+    always = text.replace(
+        "    {{- '<|im_start|>assistant\\n' }}\n    {%- if enable",
+        "    {{- '<|im_start|>assistant\\n<think>\\n' }}\n    {%- if enable",
+    )
+    assert always != text
+    chat = ChatFormat.compile(always, tokenizer)
+    tokens, targets = chat.encode([user("Why?"), answer("So.", reasoning_content="Hm.")])
+    prompt = chat.prompt([user("Why?")])
+    assert tokens[: len(prompt)] == prompt
+    assert targets == [False] * len(prompt) + [True] * (len(tokens) - len(prompt) - 1) + [False]
+    assert (
+        ChatFormat.compile(text, tokenizer).encode([user("Why?"), answer("So.", reasoning_content="Hm.")])[0] == tokens
+    )
+
+
+def test_an_answer_that_the_shipped_template_writes_differently_is_refused(folder_of):
+    folder = folder_of("Qwen 3")
+    text = (folder / "chat_template.jinja").read_text()
+    changed = text.replace(
+        "{{- '<|im_end|>\\n' }}\n    {%- elif message.role == \"tool\"",
+        "{{- '!' if 'x' in content }}{{- '<|im_end|>\\n' }}\n    {%- elif message.role == \"tool\"",
+    )
+    assert changed != text
+    chat = ChatFormat.compile(changed, tokenizer_of(folder))
+    assert chat.marked_by == "qwen3"
+    chat.encode([user("Why?"), answer("So."), user("Why?"), answer("So.")])
+    with pytest.raises(TemplateFailure) as failure:
+        chat.encode([user("Why?"), answer("x"), user("Why?"), answer("So.")])
+    assert failure.value.reason == (
+        "the template renders message 2 differently in a prompt or in a longer conversation, and differently from the shipped "
+        "template qwen3"
+    )
+
+
+def test_a_system_message_that_the_template_omits_is_refused_with_a_way_out(folder_of):
+    folder = folder_of("Mistral v0.3")
+    chat = load_chat_format(str(folder), tokenizer_of(folder))
+    document = turns({"role": "system", "content": "Be brief."}, user("Why?"), answer("So."))
+    with pytest.raises(TemplateFailure) as failure:
+        chat.encode_document(document)
+    assert str(failure.value) == (
+        'the template does not write the content of message 1 (system); set data.chat_template = "mistral-v0.3", which writes it'
+    )
+    named = chat_format(DataConfig(chat_template="mistral-v0.3"), tokenizer_of(folder))
+    text = named.tokenizer.decode(named.encode_document(document)[0][0])
+    assert text == "<s>[INST] Be brief.\n\nWhy?[/INST] So.</s>"
+
+
+def test_names_that_only_look_special_are_text_in_the_tokenizer_s_own_template(folder_of, tmp_path):
+    folder = folder_of("OLMo 2")
+    chat = load_chat_format(str(folder), tokenizer_of(folder))
+    tokens, _ = chat.encode([user("Why?"), answer("So.")])
+    assert (
+        chat.tokenizer.encode("<|user|>\nWhy?\n<|assistant|>\n") == tokens[1 : -len(chat.tokenizer.encode("So.")) - 1]
+    )
+    copy = tmp_path / "copy.jinja"
+    copy.write_text((folder / "chat_template.jinja").read_text() + "{# changed #}")
+    with pytest.raises(ConfigError) as error:
+        load_chat_format(str(copy), chat.tokenizer)
+    assert error.value.message.startswith(
+        "the template writes <|user|>, <|assistant|>, <|system|>, which the tokenizer does not have"
+    )
+
+
+def test_the_marker_is_part_of_the_fingerprint(folder_of, monkeypatch):
+    folder = folder_of("Phi 3")
+    tokenizer = tokenizer_of(folder)
+    chat = load_chat_format(str(folder), tokenizer)
+    fingerprint = chat.fingerprint
+    monkeypatch.setattr(chat, "_marker", None)
+    assert chat.fingerprint != fingerprint
+
+
+def test_the_template_is_found_among_the_files_of_a_tokenizer(folder_of, tmp_path):
+    folder = folder_of("Llama 2")
+    text = (folder / "chat_template.jinja").read_text()
+    for named in (text, [{"name": "default", "template": text}]):
+        other = tmp_path / str(type(named))
+        write_folder(OTHERS["Llama 2"], other)
+        (other / "chat_template.jinja").unlink()
+        config = json.loads((other / "tokenizer_config.json").read_text()) | {"chat_template": named}
+        (other / "tokenizer_config.json").write_text(json.dumps(config))
+        assert load_chat_format(str(other), tokenizer_of(other)).self_contained() == text
+    assert load_chat_format("llama3", DEFAULT).self_contained().startswith("{% set bos_token")
