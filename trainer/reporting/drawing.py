@@ -5,7 +5,6 @@ them, because they depend on the reader's colour scheme.
 """
 
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +22,8 @@ _DASHES = ("solid", "dashed", "dotted", "dotdash")
 _COLORS = 8
 _MARKERS = 60
 """Maximum number of points of a line whose points have markers: without them, a single point would not be seen."""
+_PALE = 0.3
+"""Opacity of a line that has a line of means upon it."""
 _EVENT_POINTS = 2000
 """Maximum number of events of a kind and a run in the timeline."""
 _EDGE = 72
@@ -37,6 +38,8 @@ class Drawing:
     """The models as JSON."""
     roots: dict[str, str]
     """Name of a figure -> id of its model."""
+    steps: tuple[int, int]
+    """First and last step of all figures."""
 
 
 def require_plotting() -> None:
@@ -62,9 +65,10 @@ def draw(figures: Figures, runs: Sequence[Run]) -> Drawing:
     if plot := _timeline(runs, x_range):
         document.add_root(plot)
         roots[TIMELINE] = plot.id
-    # "raw": the scripts without the tags around them.
-    script = "\n".join(require_package("bokeh.resources", "").Resources(mode="inline", components=["bokeh"]).js_raw)
-    return Drawing(script, json.dumps(document.to_json(deferred=False)), roots)
+    resources = require_package("bokeh.resources", "").Resources(mode="inline", components=["bokeh"])
+    # "raw": without the tags around them. The other script would set the level of the log, with a line in the console.
+    script = "\n".join(text for text in resources.js_raw if not text.startswith("Bokeh.set_log_level"))
+    return Drawing(script, json.dumps(document.to_json(deferred=False)), roots, (start, end))
 
 
 def _plot(name: str, x_range: Any, **options: Any) -> Any:
@@ -77,6 +81,9 @@ def _plot(name: str, x_range: Any, **options: Any) -> Any:
         toolbar_location=None,
         tools="",
         min_border_left=_EDGE,
+        background_fill_color=None,
+        border_fill_color=None,
+        outline_line_color=None,
         **options,
     )
     plot.window_axis = "x"  # after a zoom, the y axis fits the values that are seen
@@ -94,16 +101,21 @@ def _source(line: Line, name: str, **columns: Any) -> Any:
 
 def _lines(plot: Any, figure: Figure, steps: tuple[int, int]) -> None:
     """Draw a line for each run, and a horizontal one for its planned value."""
+    models = require_package("bokeh.models", "")
     plot.y_range.only_visible = True
     for i, line in enumerate(figure.lines):
         source, tags = _source(line, f"source-{figure.name}-{i}"), [f"run-{line.color % _COLORS}", f"of-{line.color}"]
-        dash = _DASHES[line.color // _COLORS]
-        plot.line("x", "y", source=source, line_width=1.5, line_dash=dash, name=f"line-{figure.name}-{i}", tags=tags)
+        style = {"line_width": 1.5, "line_dash": _DASHES[line.color // _COLORS], "tags": tags}
+        if line.means is None:
+            plot.line("x", "y", source=source, **style)
+        else:
+            plot.line("x", "y", source=source, line_width=1, line_alpha=_PALE, tags=tags)
+            means = {"x": line.means.steps, "y": line.means.values}
+            plot.line("x", "y", source=models.ColumnDataSource({k: np.asarray(v, float) for k, v in means.items()}), **style)
         if len(line.indices) <= _MARKERS:
-            plot.scatter("x", "y", source=source, size=5, name=f"points-{figure.name}-{i}", tags=tags)
+            plot.scatter("x", "y", source=source, size=5, tags=tags)
         if line.planned is not None:
-            planned = [line.planned] * 2
-            plot.line(list(steps), planned, line_dash=[2, 3], line_width=2, name=f"plan-{figure.name}-{i}", tags=tags)
+            plot.line(list(steps), [line.planned] * 2, line_dash=[2, 3], line_width=2, tags=tags)
 
 
 def _stack(plot: Any, figure: Figure, steps: tuple[int, int]) -> None:
@@ -112,7 +124,7 @@ def _stack(plot: Any, figure: Figure, steps: tuple[int, int]) -> None:
     for i, line in enumerate(figure.lines):
         top = bottom + np.nan_to_num(line.values)
         source = _source(line, f"source-{figure.name}-{i}", bottom=bottom, top=top)
-        plot.varea("x", "bottom", "top", source=source, tags=[f"phase-{line.color}"], name=f"area-{figure.name}-{i}")
+        plot.varea("x", "bottom", "top", source=source, tags=[f"phase-{line.color}"])
         bottom = top
     plot.y_range.start = 0
 
@@ -133,10 +145,6 @@ def _timeline(runs: Sequence[Run], x_range: Any) -> Any:
         offset = 0.0 if len(runs) == 1 else 0.6 * (0.5 - (i + 0.5) / len(runs))
         shown = np.asarray(steps, dtype=np.float64)[thinned(steps, _EVENT_POINTS)]
         y = [(name, offset)] * len(shown)
-        plot.scatter(shown, y, marker="square_pin", size=7, tags=[f"run-{i % _COLORS}", f"of-{i}"], name=f"events-{i}-{used.index(name)}")
+        plot.scatter(shown, y, size=7, tags=[f"run-{i % _COLORS}", f"of-{i}"])
     return plot
 
-
-def is_drawn(figure: Figure) -> bool:
-    """Return whether a figure has a finite value."""
-    return any(math.isfinite(value) for line in figure.lines for value in line.curve.values)

@@ -40,10 +40,14 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
 """Group -> pattern of a curve's name -> (title, unit). The first pattern that fits is used. {} is what the stars stand for."""
 PHASES = ("data", "forward", "backward", "pipeline", "reduction", "clip", "optimizer", "metrics", "other")
 """Phases of a step, from bottom to top. Their sum is step_time_s."""
-_NO_PHASES = ("train/step_time_s", "train/evaluation_time_s", "train/checkpoint_time_s")
 _DERIVED = ("train/tokens_per_second_per_rank", "train/tflops_per_second_per_rank")
 """Values that differ from another curve only by a factor."""
 PHASE_POINTS = 400
+"""Maximum number of points of a figure of phases."""
+MEANS = 150
+"""Number of the groups whose means are drawn."""
+_NOISY = 3 * MEANS
+"""Number of records above which means are drawn."""
 _TABLE_ROWS = 20
 
 
@@ -57,6 +61,8 @@ class Line:
     curve: Curve
     indices: np.ndarray
     """Indices of the drawn points."""
+    means: Curve | None = None
+    """Means of groups of neighbouring records, if there are so many that the line is noisy."""
     planned: float | None = None
     """Planned value, which is drawn as a horizontal line."""
 
@@ -94,6 +100,10 @@ class Figure:
     is_stack: bool = False
     """Whether the lines are the parts of a sum."""
     group: str = ""
+
+    @property
+    def has_means(self) -> bool:
+        return any(line.means is not None for line in self.lines)
 
     @property
     def is_thinned(self) -> bool:
@@ -147,11 +157,12 @@ def figures_of(runs: Sequence[Run], plans: Sequence[Plan | str | None]) -> Figur
         if (value := _constant(curve for _, curve in curves)) is not None and group not in ("Losses", "Memory"):
             figures.constants.append((name, value))
             continue
-        lines = [Line(runs[i].label, i, curve, thinned(curve.values, limit)) for i, curve in curves]
+        lines = [Line(runs[i].label, i, curve, thinned(curve.values, limit), _means(curve)) for i, curve in curves]
         if name == "train/memory_peak_gib":
             for line in lines:
                 plan = plans[line.color]
-                line.planned = plan.peak_gib if isinstance(plan, Plan) else None
+                # A CPU's measured memory contains more than tensors, so it is not compared.
+                line.planned = plan.peak_gib if isinstance(plan, Plan) and plan.is_gpu else None
         figures.by_group[group].append(Figure(f"{order:03}", title, unit, lines, group=group))
     for members in figures.by_group.values():
         members.sort(key=lambda figure: (figure.name, figure.title))
@@ -178,6 +189,17 @@ def _constant(curves: Iterable[Curve]) -> float | None:
     """Return the value of all records, or None if they differ."""
     values = {value for curve in curves for value in {*curve.values[:1], *curve.values}}
     return values.pop() if len(values) == 1 and all(map(math.isfinite, values)) else None
+
+
+def _means(curve: Curve) -> Curve | None:
+    """Return the means of groups of neighbouring records at the last step of each group, or None if there are few records."""
+    if len(curve.values) <= _NOISY:
+        return None
+    last, means = group_means(np.asarray(curve.values)[:, None], MEANS)
+    smooth = Curve()
+    for row, value in zip(last, means[:, 0], strict=True):
+        smooth.append(curve.steps[row], value)
+    return smooth
 
 
 def _phase_curves(run: Run) -> Mapping[str, Curve]:

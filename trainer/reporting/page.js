@@ -4,10 +4,9 @@
   const element = (id) => document.getElementById(id);
   const data = JSON.parse(element("figures").textContent);
   const roots = Object.fromEntries(Object.entries(data.roots).map(([name, id]) => [id, `plot-${name}`]));
-  Bokeh.set_log_level("error");
   const item = { docid: "page", roots, root_ids: Object.keys(roots) };
   const [manager] = data.document.roots.length ? await Bokeh.embed.embed_items({ page: data.document }, [item]) : [];
-  const views = manager ? [...manager] : [];
+  const views = manager ? [...manager].filter(({ model }) => model.name in data.roots) : []; // one more shows notifications
   const bokeh = Bokeh.documents.at(-1);
   const steps = bokeh?.get_model_by_name("steps");
   const whole = steps && { start: steps.start, end: steps.end };
@@ -28,14 +27,13 @@
   function paint() {
     const style = getComputedStyle(document.documentElement), color = (name) => style.getPropertyValue(`--${name}`).trim();
     for (const { model } of figures) {
-      model.setv({ background_fill_color: null, border_fill_color: null, outline_line_color: color("line") });
       for (const axis of [...model.below, ...model.left]) {
         axis.setv({ axis_label_text_color: color("text"), major_label_text_color: color("text"), axis_line_color: color("muted"),
           major_tick_line_color: color("muted"), minor_tick_line_color: null });
       }
       for (const grid of model.center) if (grid.type === "Grid") grid.setv({ grid_line_color: color("line"), grid_line_alpha: 0.5 });
-      for (const { tags, glyph } of model.renderers) {
-        const own = color(tags[0]);
+      for (const { glyph } of model.renderers) {
+        const own = color(glyph.tags[0]);
         if (glyph.type !== "VArea") glyph.setv({ line_color: own });
         if (glyph.type !== "Line") glyph.setv({ fill_color: own });
       }
@@ -113,8 +111,9 @@
     steps.setv(whole);
   }
   function showZoom() {
-    form.elements.from.value = Math.ceil(steps.start);
-    form.elements.to.value = Math.floor(steps.end);
+    const [first, last] = data.steps;
+    form.elements.from.value = Math.max(first, Math.ceil(steps.start));
+    form.elements.to.value = Math.min(last, Math.floor(steps.end));
     const zoomed = steps.start !== whole.start || steps.end !== whole.end;
     stored.set("zoom", zoomed ? [steps.start, steps.end] : null);
     if (cursor !== null) show(cursor);
@@ -140,7 +139,7 @@
   for (const box of document.querySelectorAll("input[data-run]")) {
     const apply = () => {
       for (const { model, series } of figures) {
-        for (const renderer of model.renderers) if (renderer.tags[1] === `of-${box.dataset.run}`) renderer.visible = box.checked;
+        for (const renderer of model.renderers) if (renderer.glyph.tags[1] === `of-${box.dataset.run}`) renderer.visible = box.checked;
         for (const { output, color } of series) if (color === box.dataset.run) output.closest("li").hidden = !box.checked;
       }
     };

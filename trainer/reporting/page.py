@@ -14,7 +14,7 @@ from markupsafe import Markup
 
 from trainer.reporting.drawing import TIMELINE, draw
 from trainer.reporting.events import Event, Overview, Samples, event_rows, overview_of, samples_of
-from trainer.reporting.figures import PHASE_POINTS, figures_of
+from trainer.reporting.figures import MEANS, PHASE_POINTS, figures_of
 from trainer.reporting.plan import Plan
 from trainer.reporting.run import Run, differing
 
@@ -62,7 +62,8 @@ def render(runs: Sequence[Run], plans: Sequence[Plan | str | None], watch: Watch
     drawing = draw(figures, runs)
     views = [view_of(run, plan) for run, plan in zip(runs, plans, strict=True)]
     watched = {"version": watch.version, "interval_s": watch.interval_s} if watch else None
-    data = f'{{"roots": {json.dumps(drawing.roots)}, "watch": {json.dumps(watched)}, "document": {drawing.document}}}'
+    facts = {"roots": drawing.roots, "steps": drawing.steps, "watch": watched}
+    data = f'{json.dumps(facts)[:-1]}, "document": {drawing.document}}}'
     script = (_FOLDER / "page.js").read_text()
     templates = Environment(loader=FileSystemLoader(_FOLDER), autoescape=True, undefined=StrictUndefined)
     return templates.get_template("page.html.jinja").render(
@@ -73,6 +74,7 @@ def render(runs: Sequence[Run], plans: Sequence[Plan | str | None], watch: Watch
         views=views,
         figures=figures,
         phase_points=PHASE_POINTS,
+        means=MEANS,
         timeline=TIMELINE if TIMELINE in drawing.roots else "",
         has_samples=any(view.samples for view in views),
         differing=differing(runs) if len(runs) > 1 else [],

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-PAGE_POINTS = 200_000
+PAGE_POINTS = 280_000
 """Maximum number of points of all curves of a page, which keeps its size below 6 MB."""
 _FEWEST_POINTS = 300
 
@@ -34,12 +34,15 @@ def thinned(values: Any, limit: int) -> np.ndarray:
 
 
 def group_means(columns: np.ndarray, limit: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the index of the last row of each group, and the means of the groups, which have equal sizes.
+    """Return the index of the last row of each group, and the means of the groups, which have equal sizes. A mean counts only
+    finite values, and is NaN if there are none.
 
     Args:
         columns: (rows, columns)
         limit: Maximum number of groups.
     """
     edges = np.unique(np.linspace(0, len(columns), min(limit, len(columns)) + 1).astype(np.int64))
-    sums = np.add.reduceat(columns, edges[:-1], axis=0)
-    return edges[1:] - 1, sums / np.diff(edges)[:, None]
+    finite = np.isfinite(columns)
+    sums = np.add.reduceat(np.where(finite, columns, 0.0), edges[:-1], axis=0)
+    counts = np.add.reduceat(finite.astype(np.int64), edges[:-1], axis=0)
+    return edges[1:] - 1, np.where(counts, sums / np.maximum(counts, 1), np.nan)
