@@ -4,8 +4,8 @@
     python scripts/report.py outputs/a outputs/b --output report.html
     python scripts/report.py outputs/debug --watch
 
-The file needs no network and no server. Several runs are drawn over each other, with the settings in which they differ. The planned
-memory is simulated, which takes seconds to minutes; --no-plan leaves it out. The page needs the package bokeh.
+The file needs no network and no server. Several runs are drawn over each other, with the settings in which they differ. The
+planned memory is simulated, which takes seconds to minutes; --no-plan leaves it out. The page needs the package bokeh.
 """
 
 import sys

@@ -19,7 +19,7 @@ LAYERS: tuple[set[str], ...] = (
     {"trainer.run", "trainer.evaluate", "trainer.inference"},
     {"trainer.engine"},
     {"trainer.trainer", "trainer.planning", "trainer.initial_model"},
-    {"trainer.build"},
+    {"trainer.build", "trainer.reporting"},
     {"trainer.testing"},
     {"train", "trainer.launch", "scripts"},
 )
@@ -42,6 +42,7 @@ LIBRARIES = {  # beside the standard library; a folder that is not listed may im
 MAY_IMPORT_INSIDE = {
     "train": "a wrong setting is reported without importing torch",
     "trainer.launch": "a wrong setting is reported without importing torch",
+    "trainer.reporting.plan": "a page without a plan needs no torch",
     "trainer.run.sinks.tensorboard": "only the rank that writes imports it",
     "trainer.run.sinks.services": "optional packages, which only the rank that writes imports",
 }

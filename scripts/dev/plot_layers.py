@@ -24,6 +24,7 @@ NOTES = {
     "trainer.launch": "torchrun",
     "trainer.testing": "ranks for tests",
     "trainer.build": "constructs a run",
+    "trainer.reporting": "page about runs",
     "trainer.trainer": "the loop",
     "trainer.planning": "estimates",
     "trainer.initial_model": "first weights",

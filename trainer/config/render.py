@@ -19,7 +19,7 @@ def to_toml(config: Config) -> str:
 
 
 def setting_texts(text: str) -> dict[str, str]:
-    """Return "section.key" -> value as TOML of each setting of a TOML configuration. Raises ConfigError if it is not valid TOML."""
+    """Return "section.key" -> value of each setting of a TOML configuration. Raises ConfigError if it is not valid TOML."""
     try:
         return {f"{s}.{k}": toml_value(v) for s, section in tomli.loads(text).items() for k, v in section.items()}
     except (tomli.TOMLDecodeError, AttributeError, RecursionError):

@@ -1,7 +1,7 @@
 """The figures as models of Bokeh, which its script draws in the browser.
 
-The models contain numbers and names that this project has chosen, never texts of a run. Colours are those of page.css: page.js sets
-them, because they depend on the reader's colour scheme.
+The models contain numbers and names that this project has chosen, never texts of a run. Colours are those of page.css: page.js
+sets them, because they depend on the reader's colour scheme.
 """
 
 import json
@@ -57,14 +57,15 @@ def draw(figures: Figures, runs: Sequence[Run]) -> Drawing:
     pad = max(0.01 * (end - start), 0.5)
     x_range = models.Range1d(start - pad, end + pad, name="steps", min_interval=1)
     roots = {}
-    for figure in figures.all():
-        plot = _plot(figure.name, x_range)
-        (_stack if figure.is_stack else _lines)(plot, figure, (start, end))
-        document.add_root(plot)
-        roots[figure.name] = plot.id
-    if plot := _timeline(runs, x_range):
-        document.add_root(plot)
-        roots[TIMELINE] = plot.id
+    with document.models.freeze():  # otherwise each figure would visit the models of all others
+        for figure in figures.all():
+            plot = _plot(figure.name, x_range)
+            (_stack if figure.is_stack else _lines)(plot, figure, (start, end))
+            document.add_root(plot)
+            roots[figure.name] = plot.id
+        if plot := _timeline(runs, x_range):
+            document.add_root(plot)
+            roots[TIMELINE] = plot.id
     resources = require_package("bokeh.resources", "").Resources(mode="inline", components=["bokeh"])
     # "raw": without the tags around them. The other script would set the level of the log, with a line in the console.
     script = "\n".join(text for text in resources.js_raw if not text.startswith("Bokeh.set_log_level"))
@@ -101,7 +102,6 @@ def _source(line: Line, name: str, **columns: Any) -> Any:
 
 def _lines(plot: Any, figure: Figure, steps: tuple[int, int]) -> None:
     """Draw a line for each run, and a horizontal one for its planned value."""
-    models = require_package("bokeh.models", "")
     plot.y_range.only_visible = True
     for i, line in enumerate(figure.lines):
         source, tags = _source(line, f"source-{figure.name}-{i}"), [f"run-{line.color % _COLORS}", f"of-{line.color}"]
@@ -110,8 +110,7 @@ def _lines(plot: Any, figure: Figure, steps: tuple[int, int]) -> None:
             plot.line("x", "y", source=source, **style)
         else:
             plot.line("x", "y", source=source, line_width=1, line_alpha=_PALE, tags=tags)
-            means = {"x": line.means.steps, "y": line.means.values}
-            plot.line("x", "y", source=models.ColumnDataSource({k: np.asarray(v, float) for k, v in means.items()}), **style)
+            plot.line(np.asarray(line.means.steps, np.float64), np.asarray(line.means.values), **style)
         if len(line.indices) <= _MARKERS:
             plot.scatter("x", "y", source=source, size=5, tags=tags)
         if line.planned is not None:
@@ -147,4 +146,3 @@ def _timeline(runs: Sequence[Run], x_range: Any) -> Any:
         y = [(name, offset)] * len(shown)
         plot.scatter(shown, y, size=7, tags=[f"run-{i % _COLORS}", f"of-{i}"])
     return plot
-

@@ -108,7 +108,9 @@ def samples_of(events: Iterable[dict[str, Any]]) -> tuple[list[Samples], int]:
     for event in events:
         if event["kind"] == "samples" and isinstance(event.get("samples"), list):
             pairs = [(s.get("prompt", ""), s.get("text", "")) for s in event["samples"] if isinstance(s, dict)]
-            found.append(Samples(event["step"], [(_short(str(a), _LONGEST), _short(str(b), _LONGEST)) for a, b in pairs]))
+            found.append(
+                Samples(event["step"], [(_short(str(a), _LONGEST), _short(str(b), _LONGEST)) for a, b in pairs])
+            )
     found.reverse()
     return found[:_SAMPLED_STEPS], max(0, len(found) - _SAMPLED_STEPS)
 

@@ -65,7 +65,7 @@
         if (step === null || !x.length) { output.textContent = last; continue; }
         const i = nearest(x, step), same = x[i] === step;
         all &&= same;
-        output.textContent = same ? written(y[i]) : `${written(y[i])} (step ${x[i].toLocaleString("en")})`;
+        output.textContent = same ? written(y[i]) : `${written(y[i])} at ${x[i].toLocaleString("en")}`;
       }
       if (at) at.textContent = step === null ? "last value" : `at step ${step.toLocaleString("en")}`;
     }

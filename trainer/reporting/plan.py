@@ -20,8 +20,8 @@ class Plan:
 
 
 def plan_memory(run: Run) -> Plan | str:
-    """Simulate a step of the run for its hardware. Return the reason instead if this is impossible, for example because the run is
-    of an earlier version with other settings."""
+    """Simulate a step of the run for its hardware. Return the reason instead if this is impossible, for example because the run
+    is of an earlier version with other settings."""
     from trainer.planning.estimate import Hardware, estimate
     from trainer.runtime.accelerators import ACCELERATORS
 

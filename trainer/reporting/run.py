@@ -101,8 +101,8 @@ def read_run(folder: Path, label: str) -> Run:
     try:
         run.environment = read_json_object(folder / ENVIRONMENT_FILE)
     except (OSError, ValueError) as error:
-        run.problems.append(f"{ENVIRONMENT_FILE} cannot be read ({error.strerror or error})" if isinstance(error, OSError)
-                            else f"{ENVIRONMENT_FILE} cannot be read (it is no JSON object)")
+        reason = error.strerror if isinstance(error, OSError) else "it is no JSON object"
+        run.problems.append(f"{ENVIRONMENT_FILE} cannot be read ({reason})")
     run.problems += _problems_of(run.records)
     return run
 
@@ -111,11 +111,14 @@ def _problems_of(records: Records) -> list[str]:
     problems = []
     if damaged := records.damaged:
         shown = ", ".join(map(str, damaged[:5])) + ", ..." * (len(damaged) > 5)
-        problems.append(f"{len(damaged)} lines of {METRICS_FILE} are no records and are not shown (line {shown})")
+        what = "line of {} is not a record and is" if len(damaged) == 1 else "lines of {} are not records and are"
+        problems.append(f"{len(damaged)} {what.format(METRICS_FILE)} not shown: {shown}")
     if records.incomplete:
-        problems.append(f"the last line of {METRICS_FILE} is incomplete: it is being written, or its process was killed")
+        problems.append(
+            f"the last line of {METRICS_FILE} is incomplete: it is being written, or its process was killed"
+        )
     if records.replaced:
-        problems.append(f"{records.replaced} records of steps that were trained again are not shown")
+        problems.append(f"records of steps that were trained again are not shown: {records.replaced}")
     if not records.train_steps:
         problems.append(f"{METRICS_FILE} contains no training record yet")
     return problems

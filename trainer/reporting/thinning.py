@@ -6,7 +6,7 @@ import numpy as np
 
 PAGE_POINTS = 280_000
 """Maximum number of points of all curves of a page, which keeps its size below 6 MB."""
-_FEWEST_POINTS = 300
+_FEWEST_POINTS = 100
 
 
 def points_per_curve(num_curves: int) -> int:
@@ -15,22 +15,27 @@ def points_per_curve(num_curves: int) -> int:
 
 
 def thinned(values: Any, limit: int) -> np.ndarray:
-    """Return the indices of at most about `limit` values, in order. If there are more values, they are divided into groups of equal
+    """Return the indices of at most `limit` + 2 values, in order. If there are more values, they are divided into groups of equal
     size. Of each group the smallest and the largest value are kept, and one value that is not finite, which is a gap of the
     curve. The first and the last value are always kept."""
     values = np.asarray(values, dtype=np.float64)
     if len(values) <= limit:
         return np.arange(len(values))
-    edges = np.linspace(0, len(values), max(1, limit // 3) + 1).astype(np.int64)
+    per_group = 2 if np.isfinite(values).all() else 3
+    size = -(-len(values) // max(1, limit // per_group))
+    starts = np.arange(0, len(values), size)
+    table = np.full((len(starts), size), np.nan)
+    table.flat[: len(values)] = values
+    finite = np.isfinite(table)
     kept = [np.array([0, len(values) - 1])]
-    for start, stop in zip(edges[:-1], edges[1:], strict=True):
-        group = values[start:stop]
-        finite = np.isfinite(group)
-        if finite.any():
-            kept.append(start + np.array([np.nanargmin(group), np.nanargmax(group)]))
-        if not finite.all():
-            kept.append(start + np.array([np.argmin(finite)]))
-    return np.unique(np.concatenate(kept))
+    for rows, columns in (
+        (finite.any(axis=1), np.where(finite, table, np.inf).argmin(axis=1)),
+        (finite.any(axis=1), np.where(finite, table, -np.inf).argmax(axis=1)),
+        (~finite.all(axis=1), finite.argmin(axis=1)),
+    ):
+        kept.append((starts + columns)[rows])
+    indices = np.unique(np.concatenate(kept))
+    return indices[indices < len(values)]  # without the end of the last row
 
 
 def group_means(columns: np.ndarray, limit: int) -> tuple[np.ndarray, np.ndarray]:
