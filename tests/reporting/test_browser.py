@@ -18,6 +18,8 @@ pytest.importorskip("bokeh", reason="the page needs the package bokeh")
 playwright = pytest.importorskip("playwright.sync_api", reason="the browser is driven by the package playwright")
 
 STEPS = 120
+FRAMES = "new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))"
+"""Promise that ends when the browser has drawn what an event has changed."""
 
 
 def chromium_path(own: str) -> str:
@@ -136,7 +138,7 @@ def test_every_figure_is_drawn_in_the_colors_of_its_lines(page):
 def test_the_values_under_the_mouse_are_those_of_metrics_jsonl(page, runs, loss_plot, share):
     box = loss_plot.bounding_box()
     page.mouse.move(box["x"] + share * box["width"], box["y"] + 80)
-    page.wait_for_timeout(60)  # a frame
+    page.evaluate(FRAMES)
     step, values = shown(page)
     assert [float(value) for value in values] == recorded(runs, step)
 
@@ -189,6 +191,7 @@ def test_the_colors_follow_the_scheme_of_the_reader(page):
     color = "Bokeh.documents[0].get_model_by_name('figure-0').renderers[0].glyph.line_color.value"
     before = page.evaluate(color)
     page.emulate_media(color_scheme="dark")
+    page.evaluate(FRAMES)
     after = page.evaluate(color)
     page.emulate_media(color_scheme="light")
     assert (before, after) == ("#0b62a4", "#6cb6ff")

@@ -8,7 +8,12 @@ from trainer.reporting.run import read_run
 
 
 def test_the_plan_is_the_planners_simulation_of_the_runs_settings(tmp_path):
-    small = {"model.size": "debug", "training.seq_len": 32, "training.global_batch_size": 1}
+    small = {
+        "model.size": "debug",
+        "training.seq_len": 32,
+        "training.global_batch_size": 1,
+        "training.local_batch_size": 1,
+    }
     flags = [word for key, value in small.items() for word in (f"--{key}", str(value))]
     run = read_run(write_run(tmp_path / "run", [train_record(1)], flags), "run")
     plan = plan_memory(run)
