@@ -157,6 +157,12 @@
     const state = element("watch");
     scrollTo(0, stored.get("scroll") ?? 0);
     addEventListener("scroll", () => stored.set("scroll", scrollY));
+    const details = [...document.querySelectorAll("details")], name = (one) => one.querySelector("summary").textContent;
+    const open = new Set(stored.get("open") ?? []);
+    for (const one of details) {
+      one.open ||= open.has(name(one));
+      one.addEventListener("toggle", () => stored.set("open", details.filter((each) => each.open).map(name)));
+    }
     setInterval(async () => {
       try {
         const version = await (await fetch("version", { cache: "no-store" })).text();

@@ -37,8 +37,9 @@ class Run:
 
     @property
     def num_steps(self) -> str:
-        """Steps after which the run ends, as text, or ""."""
-        return self.settings.get("training.steps", "").replace('"none"', "")
+        """Steps after which the run ends, as text, or "" if its length is unknown or given in epochs."""
+        in_epochs = self.settings.get("training.epochs", '"none"') != '"none"'
+        return "" if in_epochs else self.settings.get("training.steps", "")
 
     @property
     def world_size(self) -> int:
