@@ -19,7 +19,7 @@ LAYERS: tuple[set[str], ...] = (
     {"trainer.run", "trainer.evaluate", "trainer.inference"},
     {"trainer.engine"},
     {"trainer.trainer", "trainer.planning", "trainer.initial_model"},
-    {"trainer.build", "trainer.dry_run"},
+    {"trainer.build", "trainer.dry_run", "trainer.reporting"},
     {"trainer.testing"},
     {"train", "trainer.launch", "scripts"},
 )
@@ -44,6 +44,7 @@ MAY_IMPORT_INSIDE = {
     "train": "a wrong setting is reported without importing torch",
     "trainer.launch": "a wrong setting is reported without importing torch",
     "scripts.prepare_data": "worker processes, which import the script, do not import torch",
+    "trainer.reporting.plan": "a page without a plan needs no torch",
     "trainer.run.sinks.tensorboard": "only the rank that writes imports it",
     "trainer.run.sinks.services": "optional packages, which only the rank that writes imports",
 }

@@ -25,6 +25,7 @@ NOTES = {
     "trainer.testing": "ranks for tests",
     "trainer.build": "constructs a run",
     "trainer.dry_run": "what a run would do",
+    "trainer.reporting": "page about runs",
     "trainer.trainer": "the loop",
     "trainer.planning": "estimates",
     "trainer.initial_model": "first weights",

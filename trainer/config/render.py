@@ -30,16 +30,18 @@ def _comment(config: Config, setting: Setting, show_origins: bool) -> str:
     return f"  # from {config.model.pretrained}" if from_folder else ""
 
 
+def setting_texts(text: str) -> dict[str, str]:
+    """Return "section.key" -> value of each setting of a TOML configuration. Raises ConfigError if it is not valid TOML."""
+    try:
+        return {f"{s}.{k}": toml_value(v) for s, section in tomli.loads(text).items() for k, v in section.items()}
+    except (tomli.TOMLDecodeError, AttributeError, RecursionError):
+        raise ConfigError("", "the config.toml of one of the runs cannot be parsed") from None
+
+
 def differing_settings(before: str, now: str) -> list[str]:
     """Return "section.key before -> now" for each setting that differs between two TOML configurations.
     Raises ConfigError if one of them is not valid TOML."""
-    try:
-        old, new = (
-            {f"{s}.{k}": toml_value(v) for s, section in tomli.loads(text).items() for k, v in section.items()}
-            for text in (before, now)
-        )
-    except (tomli.TOMLDecodeError, AttributeError, RecursionError):
-        raise ConfigError("", "the config.toml of one of the runs cannot be parsed") from None
+    old, new = setting_texts(before), setting_texts(now)
     return [f"{key} {old.get(key)} -> {new.get(key)}" for key in new | old if old.get(key) != new.get(key)]
 
 

@@ -1,0 +1,101 @@
+"""Write a page that shows runs: curves, events, settings and environment, in one HTML file.
+
+    python scripts/report.py outputs/debug
+    python scripts/report.py outputs/a outputs/b --output report.html
+    python scripts/report.py outputs/debug --watch
+
+The file needs no network and no server. Several runs are drawn over each other, with the settings in which they differ. The
+planned memory is simulated, which takes seconds to minutes; --no-plan leaves it out. The page needs the package bokeh.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from trainer.system.process import exit_on_interrupt
+
+if __name__ == "__main__":
+    exit_on_interrupt()
+
+from collections.abc import Sequence
+
+from trainer.config import ConfigError
+from trainer.config.command_line import Arguments, existing_folder, file_to_write, number, run_to_end
+from trainer.reporting.drawing import require_plotting
+from trainer.reporting.page import GENERATOR, Watch, render
+from trainer.reporting.plan import Plan, plan_memory
+from trainer.reporting.run import FILES, Run, labels, read_run, require_runs
+from trainer.reporting.serve import HOST, Pages, Server
+from trainer.system.files import atomic_write
+from trainer.system.streams import require_stdout
+
+
+def plans_of(runs: Sequence[Run]) -> list[Plan | str | None]:
+    """Return the planned memory of each run. Runs with the same settings and hardware are simulated once."""
+    plans: dict[tuple, Plan | str] = {}
+    found: list[Plan | str | None] = []
+    for run in runs:
+        names = ("run.name", "run.output_folder")
+        settings = tuple(item for item in run.settings.items() if item[0] not in names)
+        key = (settings, run.world_size, run.environment.get("device"))
+        if key not in plans:
+            print(f"{run.label}: simulating a step for the planned memory (--no-plan leaves it out)", file=sys.stderr)
+            plans[key] = plan_memory(run)
+        found.append(plans[key])
+    return found
+
+
+def require_own_page(path: Path) -> None:
+    """Raise ConfigError if a file would be lost that is not an earlier page."""
+    if path.exists() and GENERATOR.encode() not in path.read_bytes()[:1000]:
+        raise ConfigError("", f"--output {path}: exists and is not a report; choose another name")
+
+
+def version_of(folders: Sequence[Path]) -> str:
+    """Return a text that changes when a file of the runs changes."""
+    stats = [path.stat() for folder in folders for name in FILES if (path := folder / name).exists()]
+    return " ".join(f"{stat.st_mtime_ns:x}-{stat.st_size:x}" for stat in stats)
+
+
+def main() -> None:
+    parser = Arguments(__doc__)
+    parser.add_argument("runs", type=existing_folder, nargs="+", metavar="RUN", help="run folder")
+    help_text = "HTML file to write (default: report.html in the folder of the first run)"
+    parser.add_argument("--output", type=file_to_write, metavar="FILE", help=help_text)
+    parser.add_argument("--no-plan", action="store_true", help="do not simulate the planned memory")
+    help_text = f"serve the page on {HOST} instead, and follow runs that are being written"
+    parser.add_argument("--watch", action="store_true", help=help_text)
+    port = number(int, 1, 65535)
+    parser.add_argument("--port", type=port, metavar="N", help="port of --watch (default: any free port)")
+    args = parser.parse_args()
+    if args.watch and args.output:
+        parser.error("--watch: serves the page and writes no file; remove --output")
+    if args.port and not args.watch:
+        parser.error(f"--port {args.port}: requires --watch")
+    require_plotting()
+    require_runs(args.runs)
+    require_stdout()
+    output = args.output or args.runs[0] / "report.html"
+    if not args.watch:
+        require_own_page(output)
+    plans: list[Plan | str | None] = []
+
+    def build(watch: Watch | None = None) -> str:
+        runs = [read_run(folder, label) for folder, label in zip(args.runs, labels(args.runs), strict=True)]
+        if not plans:  # once: a run keeps its settings
+            plans.extend([None] * len(runs) if args.no_plan else plans_of(runs))
+        return render(runs, plans, watch)
+
+    if not args.watch:
+        atomic_write(output, build(), durable=False)
+        print(output)
+        return
+    with Server(args.port or 0, Pages(lambda: version_of(args.runs), build)) as server:
+        server.pages.current()
+        print(f"{server.url} (Ctrl-C ends)", flush=True)
+        server.serve_forever()
+
+
+if __name__ == "__main__":
+    run_to_end(main)

@@ -1,0 +1,1 @@
+"""A page about runs: what their folders contain, as curves, tables and events."""

@@ -1,0 +1,39 @@
+"""Planned memory of a run, from the planner's simulation of a step."""
+
+from dataclasses import dataclass
+
+from trainer.config import ConfigError
+from trainer.config.load import load_config
+from trainer.reporting.run import CONFIG_FILE, Run
+from trainer.system.units import GIB
+
+
+@dataclass(frozen=True)
+class Plan:
+    peak_gib: float
+    """Largest planned memory of the simulated ranks."""
+    by_category: dict[str, float]
+    """Category, such as parameters -> GiB at the peak."""
+    peak_at: str
+    """What the step does at the peak."""
+    is_gpu: bool
+
+
+def plan_memory(run: Run) -> Plan | str:
+    """Simulate a step of the run for its hardware. Return the reason instead if this is impossible, for example because the run
+    is of an earlier version with other settings."""
+    from trainer.planning.estimate import Hardware, estimate
+    from trainer.runtime.accelerators import ACCELERATORS
+
+    try:
+        config = load_config(["--config", str(run.folder / CONFIG_FILE)], check_files=())
+        is_gpu = run.environment.get("device") != "CPU"
+        # Rates of the device have no influence on memory, so those of any device will do.
+        hardware = Hardware(run.world_size, next(iter(ACCELERATORS.values())), is_gpu)
+        largest = estimate(config, hardware).largest
+    except ConfigError as error:
+        return str(error)
+    except OSError as error:
+        return f"{CONFIG_FILE}: {error.strerror}"
+    by_category = {name: num_bytes / GIB for name, num_bytes in largest.by_category.items() if num_bytes}
+    return Plan(largest.peak / GIB, by_category, str(largest.peak_at), is_gpu)

@@ -1,0 +1,72 @@
+"""A server on this machine that shows the page of runs which are being written."""
+
+import time
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Lock
+
+from trainer.reporting.page import Watch
+
+HOST = "127.0.0.1"
+_INTERVAL_S = 5.0
+"""Time between two checks of a page for new records."""
+
+
+class Pages:
+    """The current page. It is built again when it is asked for and a file of its runs has changed."""
+
+    def __init__(self, version: Callable[[], str], build: Callable[[Watch], str]):
+        """version: returns a text that changes with the files. build: returns the page."""
+        self.version, self.build = version, build
+        self.lock = Lock()
+        self.built, self.page, self.interval_s = "", b"", _INTERVAL_S
+
+    def current(self) -> bytes:
+        with self.lock:
+            version = self.version()
+            if version != self.built:
+                start = time.monotonic()
+                self.page = self.build(Watch(version, self.interval_s)).encode()
+                # Large runs take longer to read: building takes at most a tenth of the time.
+                self.interval_s = max(_INTERVAL_S, 10 * (time.monotonic() - start))
+                self.built = version
+            return self.page
+
+
+class Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self, port: int, pages: Pages):
+        """port: 0 for any free port. Raises OSError if the port is taken."""
+        self.pages = pages
+        super().__init__((HOST, port), _Handler)
+
+    @property
+    def url(self) -> str:
+        return f"http://{HOST}:{self.server_port}/"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def do_GET(self) -> None:
+        # A page of another site could reach this server under a name of its own that leads to this machine.
+        if self.headers.get("Host") not in {f"{host}:{self.server.server_port}" for host in (HOST, "localhost")}:
+            self.send_error(403)
+        elif self.path == "/":
+            self._send("text/html", self.server.pages.current())
+        elif self.path == "/version":
+            self._send("text/plain", self.server.pages.version().encode())
+        else:
+            self.send_error(404)
+
+    def _send(self, kind: str, content: bytes) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", f"{kind}; charset=utf-8")
+        self.send_header("Content-Length", str(len(content)))
+        self.send_header("Cache-Control", "no-store")
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_: object) -> None:
+        """Do nothing: requests are of no interest to the user."""
