@@ -212,7 +212,7 @@ class DataConfig:
     """Fraction of documents to hold out for evaluation. They are selected by a hash of their content. With dataset = "prepared",
     the store keeps the fraction with which it was prepared."""
     chat_template: Annotated[str, Constraint(only_with="a chat or preference dataset")] = "llama3"
-    """Format of conversations: a shipped template, such as "llama3" (docs/chat.md), or the path of a .jinja file or of a model."""
+    """Format of conversations: a shipped template, such as "llama3" (docs/chat.md), or a path (.jinja file or model folder)."""
     allowed_special: Annotated[tuple[str, ...], Constraint(only_with="a chat or preference dataset")] = ()
     """Special tokens that are recognized inside message text. Other special tokens are plain text there."""
     ignored_fields: Annotated[tuple[str, ...], Constraint(only_with="a chat or preference dataset")] = ()
