@@ -11,7 +11,8 @@ from typing import Any
 
 import tomli
 
-from trainer.config.fields import Setting, coerce, did_you_mean, parse_text, range_error, settings, type_error
+from trainer.config.fields import Setting, coerce, did_you_mean, nearest, parse_text, range_error, settings, type_error
+from trainer.config.foreign import SECTIONS, VALUES, replacement
 from trainer.config.packages import is_installed
 from trainer.config.schema import Config, ConfigError, toml_value
 from trainer.system.files import folder_error
@@ -45,7 +46,7 @@ def load_config(argv: Sequence[str], check_files: Collection[str] = FILE_SECTION
         try:
             value = parse(raw, setting.type)
         except ValueError:
-            raise ConfigError("", f"{origin}: {type_error(setting.type, raw)}") from None
+            raise ConfigError("", f"{origin}: {type_error(setting.type, raw, VALUES.get(setting.key, {}))}") from None
         if problem := range_error(value, setting.constraint):
             raise ConfigError("", f"{origin}: {problem}")
         origins[setting.key] = origin
@@ -73,17 +74,24 @@ def _from_file(file: str) -> Iterator[tuple[Setting, str, Callable[[Any, Any], A
     sections = {setting.section for setting in settings().values()}
     for section, body in _read_toml(file).items():
         if not isinstance(body, dict):
-            hint = _elsewhere(section) or (f"; write [{section}] as a table" if section in sections else "")
+            own = f"; write [{section}] as a table" if section in sections else ""
+            hint = replacement(section, _IN_FILE) or _elsewhere(section) or own
             raise ConfigError("", f"{file} {section} = {toml_value(body)}: the key is outside any [section]{hint}")
         if section not in sections:
-            hint = did_you_mean(section, sections, "[{}]")
+            hints = (replacement(f"{section}.{name}", _IN_FILE) and name for name in body)
+            if name := next(filter(None, hints), None):
+                hint = replacement(f"{section}.{name}", _IN_FILE)
+                raise ConfigError("", f"{file} [{section}] {name}: unknown section{hint}")
+            own = SECTIONS.get(section)
+            hint = f"; did you mean [{own}]?" if own else did_you_mean(section, sections, "[{}]")
             raise ConfigError("", f"{file} [{section}]: unknown section{hint}")
         for name, raw in body.items():
             setting = settings().get(f"{section}.{name}")
             if setting is None:
                 siblings = [s.name for s in settings().values() if s.section == section]
                 removed = REMOVED.get(f"{section}.{name}")
-                hint = f"; {removed}" if removed else _elsewhere(name) or did_you_mean(name, siblings)
+                hint = replacement(f"{section}.{name}", _IN_FILE) or _elsewhere(name) or did_you_mean(name, siblings)
+                hint = f"; {removed}" if removed else hint
                 raise ConfigError("", f"{file} [{section}] {name}: unknown key{hint}")
             origin = f"{file} [{section}] {name} = {toml_value(raw)}"
             if not setting.is_table:
@@ -101,8 +109,7 @@ def _read_toml(file: str) -> dict[str, Any]:
         toml_value(content)  # error messages show values in this form
         return content
     except FileNotFoundError:
-        siblings = [str(path) for path in Path(file).parent.glob("*.toml") if path.exists()]
-        problem = f"no such file{did_you_mean(file, siblings)}"
+        problem = f"no such file{_similar_file(file)}"
     except IsADirectoryError:
         problem = "expected a TOML file, got a folder"
     except OSError as error:
@@ -110,20 +117,38 @@ def _read_toml(file: str) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         problem = f"not UTF-8 text (byte {error.start})"
     except tomli.TOMLDecodeError as error:
-        problem = f"not valid TOML: {error}"
+        is_toml = Path(file).suffix not in (".yaml", ".yml", ".json", ".py")
+        problem = f"not valid TOML: {error}" if is_toml else "expected a TOML file such as train_configs/debug.toml"
     except (ValueError, RecursionError):  # a number has thousands of digits, or values are nested hundreds of times
         problem = "a value is too long or nested too deep"
     raise ConfigError("", f"--config {file}: {problem}")
+
+
+def _similar_file(file: str) -> str:
+    """Return a hint with the existing file that the user may have meant: one of train_configs/ by its name alone, or a similar
+    name in the same folder."""
+    named = Path(file).stem
+    for path in (Path(f"{file}.toml"), DEFAULT_CONFIG.parent / f"{named}.toml"):
+        if path.exists():
+            return f"; did you mean '{os.path.relpath(path)}'?"
+    siblings = [str(path) for path in Path(file).parent.glob("*.toml") if path.exists()]
+    shipped = {path.stem: os.path.relpath(path) for path in DEFAULT_CONFIG.parent.glob("*.toml")}
+    similar = nearest(file, siblings) or shipped.get(nearest(named, shipped), "")
+    return similar and f"; did you mean '{similar}'?"
 
 
 REMOVED = {"metrics.tensorboard": '[metrics] sinks replaces it, a list with or without "tensorboard"'}
 """Settings of earlier versions, and what replaces them."""
 
 
-def _elsewhere(name: str, show: str = "[{0.section}] {0.name}") -> str:
-    """Return a hint that suggests the first setting with exactly this name, or "" if there is none."""
-    same = next((setting for setting in settings().values() if setting.name == name), None)
-    return f"; did you mean {show.format(same)}?" if same else ""
+_IN_FILE, _AS_FLAG = "[{}] {}", "'--{}.{}'"
+"""Formats of a setting in the messages about a file and about the command line."""
+
+
+def _elsewhere(name: str, show: str = _IN_FILE) -> str:
+    """Return a hint that suggests the settings with exactly this name, or "" if there is none."""
+    same = [show.format(setting.section, setting.name) for setting in settings().values() if setting.name == name]
+    return f"; did you mean {' or '.join(same)}?" if same else ""
 
 
 def parse_argv(argv: Sequence[str]) -> dict[str, str]:
@@ -132,7 +157,7 @@ def parse_argv(argv: Sequence[str]) -> dict[str, str]:
     words = iter(argv)
     for word in words:
         if not word.startswith("--") or len(word) == 2:
-            raise ConfigError("", f"{word}: unexpected argument; write settings as --section.key value")
+            raise ConfigError("", f"{word}: unexpected argument{_as_flag(word)}")
         flag, equals, value = word.partition("=")
         if not equals:
             value = next(words, None)
@@ -141,9 +166,21 @@ def parse_argv(argv: Sequence[str]) -> dict[str, str]:
                     _find(flag)  # raises for an unknown flag
                 raise ConfigError("", f"{flag}: expects a value")
         if flag in flags:
-            raise ConfigError("", f"{flag} {value}: {flag} is given twice")
+            raise ConfigError("", f"{flag} {value}: {flag} is given twice, first as {flags[flag]}; give it once")
         flags[flag] = value
     return flags
+
+
+def _as_flag(word: str) -> str:
+    """Return a hint about an argument that is no flag."""
+    if word.endswith(".toml"):
+        return f"; did you mean '--config {word}'?"
+    name, _, value = word.lstrip("-+").partition("=")
+    key = name.replace("-", "_")
+    if key in settings():
+        return f"; did you mean '--{key}{value and ' '}{value}'?"
+    hint = replacement(name, _AS_FLAG) or _elsewhere(key, _AS_FLAG)
+    return hint or "; write settings as --section.key value"
 
 
 def _find(flag: str) -> tuple[Setting, str]:
@@ -158,7 +195,8 @@ def _find(flag: str) -> tuple[Setting, str]:
     if removed := REMOVED.get(flag[2:]):
         raise ConfigError("", f"{flag}: unknown setting; {removed}")
     candidates = [*(f"--{key}" for key in settings()), "--config", "--print-config", "--help"]
-    hint = _elsewhere(flag.rpartition(".")[2].lstrip("-"), "'--{0.key}'") or did_you_mean(flag, candidates)
+    hint = replacement(flag, _AS_FLAG) or _elsewhere(flag.rpartition(".")[2].lstrip("-"), _AS_FLAG)
+    hint = hint or did_you_mean(flag, candidates)
     raise ConfigError("", f"{flag}: unknown setting{hint}")
 
 
