@@ -17,7 +17,7 @@ OWN_SECTIONS = {setting.section for setting in settings().values()}
 def test_each_entry_names_existing_settings_and_known_projects(name):
     entry = FOREIGN[name]
     assert name not in settings() and name == name.lower() and "-" not in name
-    cited = re.findall(r"\b([a-z_]+\.[a-z_]+)\b(?![/(])", entry.note)
+    cited = re.findall(r"\b([a-z_]+\.[a-z_]+)\b", entry.note.replace("tokenizer.json", ""))
     named = {*entry.settings.split(), *(key for key in cited if key.split(".")[0] in OWN_SECTIONS)}
     assert {key for key in named if "overrides" not in key} <= {*settings()}
     assert entry.settings or entry.note
