@@ -105,6 +105,7 @@ COMBINATIONS = {
     "--parallel.dp_replicate 3": "--parallel.dp_replicate 3: must divide the number of ranks, 4",
     "--parallel.dp_replicate 2 --parallel.dp_shard 4": (
         "--parallel.dp_shard 4: x dp_replicate 2 = 8 must equal the number of ranks, 4; -1 uses all remaining ranks"
+        "; for 8 ranks: NGPU=8 ./run_llama_train.sh, or plan.py --world-size 8"
     ),
     "--parallel.reshard_after_forward 4": (
         "--parallel.reshard_after_forward 4: must divide dp_shard 4 and be below 4; 'always' reshards over all 4 ranks"
@@ -115,9 +116,11 @@ COMBINATIONS = {
     "--parallel.tp 3": "--parallel.tp 3: must divide the number of ranks, 4",
     "--parallel.tp 2 --parallel.cp 4": (
         "--parallel.tp 2: x 4 (product of the other degrees) = 8 must divide the number of ranks, 4"
+        "; for 8 ranks: NGPU=8 ./run_llama_train.sh, or plan.py --world-size 8"
     ),
     "--parallel.dp_shard 4 --parallel.tp 2": (
         "--parallel.dp_shard 4: x tp 2 = 8 must equal the number of ranks, 4; -1 uses all remaining ranks"
+        "; for 8 ranks: NGPU=8 ./run_llama_train.sh, or plan.py --world-size 8"
     ),
     "--parallel.cp 2 --parallel.reshard_after_forward 3": (
         "--parallel.reshard_after_forward 3: must divide dp_shard 2 x cp 2 = 4 and be below 4; "

@@ -388,6 +388,40 @@ VALUES: Mapping[str, Mapping[str, str]] = {
 """Setting -> a value of other projects, in small letters -> what to write here."""
 
 
+_PATH = "the first argument for the folder"
+ARGUMENTS: Mapping[str, Mapping[str, str]] = {
+    "generate": {
+        **dict.fromkeys(("model", "model_path", "model_name_or_path", "checkpoint", "ckpt", "checkpoint_dir"), _PATH),
+        **dict.fromkeys(("max_tokens", "max_length", "num_tokens", "tokens"), "--max-new-tokens"),
+        **dict.fromkeys(("text", "input"), "--prompt"),
+        **dict.fromkeys(("interactive", "i"), "--chat"),
+        **dict.fromkeys(("temp", "t"), "--temperature"),
+        "system_prompt": "--system",
+        "tp": "torchrun --nproc-per-node N scripts/generate.py",
+    },
+    "plan": {
+        **dict.fromkeys(("gpus", "num_gpus", "ngpu", "nproc_per_node", "ranks"), "--world-size"),
+        **dict.fromkeys(("gpu", "hardware", "gpu_type"), "--device"),
+        **dict.fromkeys(("model", "model_name_or_path", "base_model"), "--config or --from-hf"),
+        **dict.fromkeys(("memory", "gpu_memory", "vram"), "--memory-gib"),
+    },
+    "prepare_data": {
+        **dict.fromkeys(("input", "data", "file", "input_file", "dataset_path"), "--data.path"),
+        **dict.fromkeys(("output", "out", "output_dir", "output_prefix"), "--data.store_folder"),
+        **dict.fromkeys(("workers", "num_workers", "num_proc"), "--data.prepare_workers"),
+        "format": "--data.dataset",
+        "tokenizer": "--tokenizer.path",
+    },
+    "convert_hf": {
+        **dict.fromkeys(("model", "input", "checkpoint", "path"), "SOURCE, the argument after the command"),
+        **dict.fromkeys(("output", "out", "output_dir", "to"), "OUT, the last argument"),
+        **dict.fromkeys(("torch_dtype", "precision", "export_dtype"), "--dtype"),
+    },
+    "checkpoint": dict.fromkeys(("path", "run", "dir", "folder"), "PATH, the argument after the command"),
+}
+"""Script -> an option of similar commands -> what to use."""
+
+
 def normalized(name: str) -> str:
     """Return a name as in the table: small letters and underscores."""
     return name.strip("-+").lower().replace("-", "_")

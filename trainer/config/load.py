@@ -16,7 +16,7 @@ from trainer.config.foreign import SECTIONS, VALUES, replacement
 from trainer.config.packages import is_installed
 from trainer.config.schema import Config, ConfigError, toml_value
 from trainer.system.files import folder_error
-from trainer.system.paths import exists
+from trainer.system.paths import exists, path_error
 
 DEFAULT_CONFIG = Path(__file__).parents[2] / "train_configs" / "debug.toml"
 
@@ -213,6 +213,8 @@ def check_combinations(config: Config) -> None:
 def _rules(config: Config) -> Iterator[tuple[str, object, str]]:
     """Yield (setting, whether its value breaks the rule, message) for every rule."""
     name, data, training, optimizer = config.run.name, config.data, config.training, config.optimizer
+    for key, path in _paths(config):
+        yield key, path_error(path), path_error(path)
     yield "run.name", name.strip() in ("", ".", "..") or {"/", "\\"} & set(name), "must be a single folder name"
     yield "run.output_folder", not config.run.output_folder.strip(), "must not be empty"
     yield "run.name", len(os.fsencode(name)) > 255, "exceeds 255 bytes, the limit for a folder name"
@@ -321,6 +323,28 @@ def _check_files(config: Config, sections: Collection[str]) -> None:
         is_checked = key.partition(".")[0] in sections and reader in _FILE_READERS
         if path and is_checked and not exists(path):
             raise ConfigError(key, "no such file or folder, and no file matches the pattern")
+
+
+PATHS = (
+    *(
+        "run.output_folder",
+        "model.huggingface",
+        "tokenizer.path",
+        "data.path",
+        "data.chat_template",
+        "data.store_folder",
+    ),
+    *("lora.init_from", "checkpoint.init_from"),
+)
+"""Settings whose value is a path, or may be one. Those of named datasets are in tables."""
+
+
+def _paths(config: Config) -> Iterator[tuple[str, str]]:
+    """Yield (setting, path) of each path."""
+    yield from ((key, config.value(key)) for key in PATHS)
+    for table in ("data.datasets", "evaluation.datasets"):
+        for name, text in config.value(table).items():
+            yield f"{table}.{name}", text if re.match(r"\w+://", text) else text.partition(":")[2]
 
 
 _FILE_READERS = ("text", "jsonl", "parquet", "tokens", "chat", "preference", "prepared")

@@ -109,12 +109,12 @@ class ModelConfig:
 @dataclass(frozen=True, kw_only=True)
 class TokenizerConfig:
     backend: Literal["default", "tiktoken", "sentencepiece", "huggingface", "tekken"] = "default"
-    """Type of tokenizer. "default": the small tokenizer in this repository; "tiktoken": a BPE rank file such as Llama 3's;
+    """Type of tokenizer. "default": the small tokenizer in this repository; "tiktoken": a tiktoken file such as Llama 3's;
     "sentencepiece": a Llama 2 model file; "huggingface": a tokenizer.json, read by the package `tokenizers`; "tekken": a
     tekken.json of Mistral."""
     pattern: Annotated[str, Constraint(only_with="[tokenizer] backend = tiktoken")] = ""
-    """Pattern that splits text before bytes are merged, as in the training of the rank file: "llama3", "llama4", "qwen2", "gpt2",
-    "cl100k", "o200k", or a regular expression. Empty: "llama3". A file with as many ranks as that of another known model is then
+    """Pattern that splits text before bytes are merged, as in the training of the file: "llama3", "llama4", "qwen2", "gpt2",
+    "cl100k", "o200k", or a regular expression. Empty: "llama3". A file with as many tokens as that of another known model is then
     an error; any other file gets a warning, except Llama 3's and the default one."""
     reuse_reserved_tokens: Annotated[
         Mapping[str, str],

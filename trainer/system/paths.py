@@ -3,6 +3,7 @@
 import fnmatch
 import glob
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -20,6 +21,15 @@ class Remarks:
     """Links that were not followed, because they lead to a folder that contains them."""
     literal: list[str] = field(default_factory=list)
     """Existing paths whose name, as a pattern, would match other names too."""
+
+
+def path_error(path: str) -> str:
+    """Return the reason why a text cannot be meant as a local path, or "" if it can. Each would become a folder of this name."""
+    if scheme := re.match(r"([a-zA-Z][a-zA-Z0-9+.-]*)://", path):
+        return f"must be a local path, not a URL: copy the files to a folder, or mount {scheme[0]} as one"
+    if (path.startswith("~") or re.match(r"\$\{?[A-Za-z_]", path)) and not os.path.lexists(path):
+        return f"{path.split('/')[0]} is expanded only by a shell: write the complete path"
+    return ""
 
 
 def unreadable(error: OSError, path: str = "") -> str:
