@@ -22,8 +22,9 @@ if __name__ == "__main__":
 from trainer.config import DataConfig
 from trainer.config.command_line import Arguments, config_from_command_line, die, one_line_errors, run_to_end
 from trainer.config.load import DATA_SECTIONS
-from trainer.data.datasets import all_dataset_configs, blame_setting, pack_splits
+from trainer.data.datasets import all_dataset_configs, blame_setting, dataset_configs, pack_splits
 from trainer.data.prepare.prepare import prepare, unused_fields
+from trainer.data.sampling.phases import parse_mixture
 from trainer.data.store.store import SPLITS, check_content, open_store, read_description
 from trainer.data.tokenizer.backends import load_tokenizer
 from trainer.system import console
@@ -61,6 +62,7 @@ def main() -> None:
     config = config_from_command_line(settings, DATA_SECTIONS)  # the initial model may not exist yet
     is_sharded = args.shard != (0, 1)
     with one_line_errors(config):
+        parse_mixture(config.data.mixture, list(dataset_configs(config.data)))  # refuses one that training would refuse
         tokenizer = load_tokenizer(config.tokenizer)
         for warning in tokenizer.warnings:
             console.warning(warning)

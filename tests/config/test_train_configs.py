@@ -1,6 +1,7 @@
 """The shipped configurations."""
 
 import subprocess
+import typing
 from unittest import mock
 
 import pytest
@@ -11,6 +12,7 @@ from torch.torch_version import TorchVersion
 from models import MODELS
 from tests.conftest import ROOT
 from trainer.config import ConfigError
+from trainer.config.fields import settings
 from trainer.config.load import load_config
 from trainer.data.tokenizer.backends import load_tokenizer
 from trainer.parallel import validate
@@ -244,3 +246,7 @@ def test_compilation_is_on_by_default_where_it_is_possible(monkeypatch, tmp_path
     (tmp_path / "Python.h").unlink()
     explicit = config.compile.enabled is True
     assert validate.resolve_compilation(config.compile.enabled, config.parallel, on_gpu) == explicit
+
+
+def test_the_families_of_the_settings_are_those_of_the_models():
+    assert typing.get_args(settings()["model.name"].type) == tuple(MODELS)

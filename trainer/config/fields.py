@@ -122,6 +122,8 @@ def parse_text(text: str, type_: Any) -> Any:
     """Convert a command-line word to `type_`. Raises ValueError."""
     if typing.get_origin(type_) is tuple:
         member = typing.get_args(type_)[0]
+        if not text.strip() and typing.get_origin(member) is typing.Literal:
+            raise ValueError  # an empty list is written []
         words = [word for word in _words(text) if word or member is not str]  # empty names are dropped
         return coerce([parse_text(word, member) for word in words], type_)
     with suppress(ValueError):

@@ -258,6 +258,8 @@ def _rules(config: Config) -> Iterator[tuple[str, object, str]]:
     rolls_back = config.resilience.on_loss_spike == "rollback" and not config.checkpoint.enabled
     yield "resilience.on_loss_spike", rolls_back, "rollback needs [checkpoint] enabled = true"
     sinks = set(config.metrics.sinks)
+    twice = next((name for name in config.metrics.sinks if config.metrics.sinks.count(name) > 1), "")
+    yield "metrics.sinks", twice, f"names {twice} twice"
     message = 'must contain "jsonl" too: other sinks deliver the records of metrics.jsonl'
     yield "metrics.sinks", sinks - {"console"} and "jsonl" not in sinks, message
     limit = config.distributed.timeout_s

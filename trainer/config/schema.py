@@ -69,6 +69,11 @@ Seconds = Annotated[float, Constraint(min=1, max=10**7, unit="seconds")]
 Degree = Annotated[int, Constraint(min=1, max=10**6, unit="ranks")]
 Fraction = Annotated[float, Constraint(min=0, max=1)]
 DeviceChoice = Literal["auto", "gpu", "cpu"]
+ModelFamily = Literal[
+    "llama2", "llama3", "llama3.1", "llama3.2", "qwen2.5", "qwen3", "mistral", "ministral3", "smollm3", "olmo2", "olmo3",
+    "granite3", "gemma2", "gemma3", "phi",
+]  # fmt: skip
+"""The keys of MODELS in models/__init__.py, which imports torch."""
 Saveable = Literal["matmuls", "attention", "reduce_scatters"]
 
 
@@ -96,8 +101,8 @@ class ModelConfig:
     huggingface: Annotated[str, PER_NODE] = ""
     """Path of a folder in Hugging Face's format, or of its config.json, which gives the family and the dimensions of the model
     instead of `name` and `size`. Weights are loaded only if [checkpoint] init_from names the folder too."""
-    name: Annotated[str, FIXED, NAMED_MODEL] = "llama3"
-    """Name of the model family: a key of MODELS in models/__init__.py."""
+    name: Annotated[ModelFamily, FIXED, NAMED_MODEL] = "llama3"
+    """Name of the model family."""
     size: Annotated[str, FIXED, NAMED_MODEL] = "debug"
     """Name of one of the family's model sizes."""
     overrides: Annotated[Mapping[str, int | float | bool | str | tuple[int | float | bool | str, ...]], FIXED] = field(

@@ -7,8 +7,9 @@ from pathlib import Path
 
 from trainer.config import ConfigError, DataConfig
 from trainer.data.datasets import SINGLE, dataset_configs, packing_folder, splits
-from trainer.data.sampling.mixture import CombinedSamples, MixturePhase, parse_mixture
+from trainer.data.sampling.mixture import CombinedSamples
 from trainer.data.sampling.packing import read_packing
+from trainer.data.sampling.phases import MixturePhase, parse_mixture
 from trainer.data.sampling.samples import ConcatSamples, PackedSamples, Samples
 from trainer.data.store.store import open_store
 
