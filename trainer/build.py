@@ -32,6 +32,7 @@ from trainer.run.profiler import Profiler
 from trainer.run.resolve import ResolvedRun
 from trainer.run.run_folder import create_run_folder, log_summary, save_run_info, versions
 from trainer.run.sinks import build_sinks
+from trainer.run.sinks.services import require_access
 from trainer.run.sinks.sink import LoggedRun
 from trainer.run.text_format import load_text_format, require_same_tokenizer
 from trainer.run.training_data import TrainingData, partition_of_batch, prepare_and_open, require_unchanged_mixture
@@ -67,6 +68,7 @@ def build_trainer(
         raise ConfigError(
             "run.name", f"{folder} has checkpoints of an earlier run; resume_point returns the one to resume from"
         )
+    run_on_rank_0(lambda: require_access(config.metrics))
     create_run_folder(folder)
     devices.set_cpu_threads(config.training.cpu_threads)
     if device.type == "cpu":

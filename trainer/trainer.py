@@ -51,7 +51,7 @@ class Trainer:
         start_s, state, steps = time.monotonic(), self.state, self.config.training.steps
         self.watchdog.start()
         batches = self._start()
-        stopped = False
+        stopped, end_interrupts = False, self.stop.receive_interrupts()
         try:
             while state.step < steps and not stopped:
                 result = self.train_step(batches)
@@ -74,7 +74,9 @@ class Trainer:
         finally:
             self.watchdog.close()
             self.checkpoints.close()
+            self.stop.has_ended = True
             self.metrics.close()
+            end_interrupts()
         folder = self.config.run.folder
         if state.step < steps:
             if self.config.checkpoint.enabled:

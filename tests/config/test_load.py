@@ -30,6 +30,14 @@ COMMAND_LINES = {
         "--activation_checkpoint.save matmuls,atention: expected a list of matmuls | attention | reduce_scatters; "
         "did you mean 'attention'?"
     ),
+    "--model.name lama3": (
+        "--model.name lama3: expected one of llama2, llama3, llama3.1, llama3.2, qwen2.5, qwen3, mistral, ministral3, "
+        "smollm3, olmo2, olmo3, granite3, gemma2, gemma3, phi; did you mean 'llama3'?"
+    ),
+    "--metrics.sinks jsonl,jsonl": "--metrics.sinks jsonl,jsonl: names jsonl twice",
+    "--metrics.sinks=": (
+        "--metrics.sinks : expected a list of console | jsonl | tensorboard | wandb | mlflow | trackio"
+    ),
     "--activation_checkpoint.mode ful": (
         "--activation_checkpoint.mode ful: expected one of none, full, selective, budget; did you mean 'full'?"
     ),

@@ -82,7 +82,6 @@ def test_resolution_reads_neither_the_tokenizer_nor_the_chat_template_and_starts
 
 
 COMBINATIONS = {
-    "--model.name lama3": (f"--model.name lama3: expected one of {', '.join(MODELS)}; did you mean 'llama3'?"),
     "--model.size 8B": "--model.size 8B: expected one of debug, 8b, 70b for llama3; did you mean '8b'?",
     "--model.overrides.n_layer 4": (
         "--model.overrides.n_layer 4: llama3 has no dimension of this name; did you mean 'n_layers'?"
