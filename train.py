@@ -1,10 +1,12 @@
 """Train a language model: python train.py --config train_configs/debug.toml [--section.key value ...]"""
 
+from trainer.system.dependencies import require_dependencies
 from trainer.system.signals import SignalListener, end_before_training
 from trainer.system.streams import flush_standard_streams, open_standard_streams
 
 if __name__ == "__main__":  # before the other imports, during which signals arrive too
     open_standard_streams()
+    require_dependencies()
     listener = SignalListener(end_before_training)
 
 import faulthandler

@@ -18,6 +18,21 @@ assert (2, 11) <= (int(major), int(minor)) < (2, 16)
 PYTHON_CODE
 }
 
+announce_download() { # PYTHON VENV
+    local size="about 3 GB to download and 5 GB on the disk, most of it torch with CUDA"
+    if "$2/bin/python" -c 'import importlib.metadata as m; m.version("torch")' >/dev/null 2>&1; then
+        size="less than 0.2 GB, because torch is there"
+    elif [ "$(uname -s)" != Linux ]; then
+        size="about 0.3 GB to download, most of it torch"
+    fi
+    echo "$1 lacks dependencies of pyproject.toml: installing them into $2 (once; $size)" >&2
+    if [[ "$size" == *CUDA ]] && ! command -v nvidia-smi >/dev/null && [ ! -e /dev/kfd ]; then
+        echo "no GPU driver found; torch for CPUs has 0.2 GB to download instead: press Ctrl-C, run" \
+            "$1 -m venv $2 && $2/bin/pip install torch --index-url https://download.pytorch.org/whl/cpu," \
+            "then repeat the command" >&2
+    fi
+}
+
 use_environment() {
     local modules="jinja2 numpy google.protobuf safetensors sentencepiece tensorboard tiktoken tomli torch tqdm xxhash $1"
     local extra="${2:+[$2]}"
@@ -42,8 +57,8 @@ use_environment() {
         echo "$PYTHON is $("$PYTHON" -V 2>&1): Python 3.10 or newer is needed; set PYTHON=... to another interpreter" >&2
         exit 2
     fi
-    echo "$PYTHON lacks dependencies of pyproject.toml: installing them into $venv (once)" >&2
-    if ! { "$PYTHON" -m venv "$venv" && "$venv/bin/python" -m pip install --quiet -e "$ROOT$extra"; } >&2; then
+    announce_download "$PYTHON" "$venv"
+    if ! { "$PYTHON" -m venv "$venv" && "$venv/bin/python" -m pip install -e "$ROOT$extra"; } >&2; then
         echo "could not create $venv: see the messages above" >&2
         exit 2
     fi

@@ -69,7 +69,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--tokens", type=positive_float, metavar="N", help="report the time to train on N tokens")
     reserve_help = "device memory that the allocator cannot use: driver context, NCCL buffers"
     add("--reserve-gib", type=non_negative_float, default=2.0, metavar="X", help=reserve_help)
-    add("--search", action="store_true", help="rank parallel layouts, and print the settings of the best layout")
+    add("--search", action="store_true", help="compare parallel layouts, and print the settings of the fastest")
     add("--max-candidates", type=positive_int, metavar="N", help="maximum number of layouts to simulate (default: 24)")
     add("--json", action="store_true", help="print JSON")
     plot_help = "plot memory over a step of the rank with the largest peak, as .png, .svg or .pdf (requires matplotlib)"

@@ -37,6 +37,7 @@ from trainer.config.load import DATA_SECTIONS
 from trainer.config.pretrained import provenance
 from trainer.data.datasets import all_dataset_configs, blame_setting, dataset_configs, pack_splits
 from trainer.data.prepare.prepare import prepare, unused_fields
+from trainer.data.sampling.phases import parse_mixture
 from trainer.data.store.held_out import open_splits
 from trainer.data.store.store import SPLITS, check_content, open_store, read_description
 from trainer.data.tokenizer.backends import load_tokenizer
@@ -115,6 +116,7 @@ def main() -> None:
     with one_line_errors(config):
         if line := provenance(config):
             console.info(line)
+        parse_mixture(config.data.mixture, list(dataset_configs(config.data)))  # refuses one that training would refuse
         tokenizer = load_tokenizer(config.tokenizer)
         for warning in tokenizer.warnings:
             console.warning(warning)

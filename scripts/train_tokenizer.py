@@ -1,4 +1,4 @@
-"""Train a byte-pair tokenizer on a dataset and write it as a tiktoken rank file.
+"""Train a byte-pair tokenizer on a dataset and write it as a tiktoken file.
 
     python scripts/train_tokenizer.py my.tiktoken --vocab-size 8192 --data.dataset text --data.path corpus/
     python scripts/train_tokenizer.py trainer/data/tokenizer/default.tiktoken --vocab-size 2048    # the shipped tokenizer
@@ -93,7 +93,7 @@ def train(texts: Iterator[str], num_ranks: int) -> list[bytes]:
 
 def main() -> None:
     parser = Arguments(__doc__, settings=True)
-    parser.add_argument("out", type=Path, help="rank file to write")
+    parser.add_argument("out", type=Path, help="tiktoken file to write")
     vocab_help = f"number of tokens, including {NUM_SPECIAL} special tokens"
     parser.add_argument("--vocab-size", type=positive_int, default=2048, metavar="N", help=vocab_help)
     args, settings = parser.parse_known_args()
@@ -110,13 +110,13 @@ def main() -> None:
     with one_line_errors(config):
         ranks = train(documents(config.data, config.tokenizer), num_ranks)
     if len(ranks) < num_ranks:
-        print(f"the text is too short for {num_ranks} ranks: the file has only {len(ranks)} ranks", file=sys.stderr)
+        print(f"the text is too short for {num_ranks} tokens: the file has only {len(ranks)}", file=sys.stderr)
     try:
         lines = (f"{base64.b64encode(token).decode()} {rank}\n" for rank, token in enumerate(ranks))
         atomic_write(args.out, "".join(lines))
     except OSError as error:
         die(f"{args.out}: cannot be written ({error.strerror})")
-    print(f"{args.out}: {len(ranks)} ranks + {NUM_SPECIAL} special tokens")
+    print(f"{args.out}: {len(ranks)} tokens + {NUM_SPECIAL} special tokens")
     print(f'  to use it: --tokenizer.backend tiktoken --tokenizer.pattern llama3 --tokenizer.path "{args.out}"')
 
 

@@ -1,12 +1,14 @@
 """Construction of the Trainer of a run and of all its components."""
 
 import json
+from collections.abc import Iterable
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from trainer import initial_model
 from trainer.checkpoint.async_save import WRITERS
@@ -37,6 +39,7 @@ from trainer.run.profiler import Profiler
 from trainer.run.resolve import ResolvedRun, require_profiled_step
 from trainer.run.run_folder import create_run_folder, log_data, log_summary, save_run_info, versions
 from trainer.run.sinks import build_sinks
+from trainer.run.sinks.services import require_access
 from trainer.run.sinks.sink import LoggedRun
 from trainer.run.text_format import TextFormat, load_text_format, require_same_tokenizer
 from trainer.run.training_data import (
@@ -84,6 +87,7 @@ def build_trainer(
         raise ConfigError(
             "run.name", f"{folder} has checkpoints of an earlier run; resume_point returns the one to resume from"
         )
+    run_on_rank_0(lambda: require_access(config.metrics))
     create_run_folder(folder)
     devices.set_cpu_threads(config.training.cpu_threads)
     if device.type == "cpu":
@@ -134,9 +138,8 @@ def build_trainer(
     log_summary(config, resolved, device, deterministic, _attention_kernels(config, resolved, device))
     share = run_on_rank_0(lambda: target_share(datasets.training))
     log_data(config, resolved.grad_accum, datasets, epochs_of(config.training, datasets, state), share)
-    stragglers = StragglerDetector(config.resilience.straggler_ratio, device)
-    for part in model_parts.values():
-        stragglers.time_blocks_of(part.get_submodule(resolved.plan.blocks_path))
+    blocks = [part.get_submodule(resolved.plan.blocks_path) for part in model_parts.values()]
+    stragglers = _build_stragglers(config, blocks, device)
     logged = LoggedRun(config.run.name, folder, config.training.steps, config.metrics)
     sinks = build_sinks(config.metrics.sinks, logged, is_writer=dist.get_rank() == 0)
     stop = StopRequest()
@@ -166,6 +169,14 @@ def _attention_kernels(config: Config, resolved: ResolvedRun, device: torch.devi
     dtype, by_document = devices.DTYPES[config.training.compute_dtype], config.data.document_mask
     kinds = resolved.plan.kinds.values()
     return ", ".join(dict.fromkeys(kernel_name(kind, (q, k), dims.cp, by_document, dtype, device) for kind in kinds))
+
+
+def _build_stragglers(config: Config, blocks: Iterable[nn.Module], device: torch.device) -> StragglerDetector:
+    """blocks: the container of the blocks of each stage."""
+    stragglers = StragglerDetector(config.resilience.straggler_ratio, device)
+    for container in blocks:
+        stragglers.time_blocks_of(container)
+    return stragglers
 
 
 def _build_samples(

@@ -10,6 +10,7 @@ import sys
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
 
+from trainer.system.dependencies import require_dependencies
 from trainer.system.signals import (
     ENDING_SIGNALS,
     LAUNCHER_PID,
@@ -22,6 +23,7 @@ from trainer.system.streams import flush_standard_streams, open_standard_streams
 
 if __name__ == "__main__":  # before the other imports, during which signals arrive too
     open_standard_streams()
+    require_dependencies()
     listener = SignalListener(end_before_training)
 
 import logging

@@ -60,7 +60,7 @@ class Trainer:
             return
         self.watchdog.start()
         batches = self._start()
-        ended = False
+        ended, end_interrupts = False, self.stop.receive_interrupts()
         try:
             while state.step < steps and not ended:
                 result = self.train_step(batches)
@@ -82,7 +82,9 @@ class Trainer:
         finally:
             self.watchdog.close()
             self.checkpoints.close()
+            self.stop.has_ended = True
             self.metrics.close()
+            end_interrupts()
         self._finish(time.monotonic() - start_s)
 
     def _finish(self, seconds: float) -> None:

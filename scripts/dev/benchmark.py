@@ -46,7 +46,7 @@ from trainer.config.command_line import (
     run_to_end,
 )
 from trainer.data.sampling.loader import BatchPartition, SampleOrder, training_batches
-from trainer.data.sampling.mixture import parse_mixture
+from trainer.data.sampling.phases import parse_mixture
 from trainer.data.sampling.samples import ConcatSamples
 from trainer.data.sources import open_source
 from trainer.data.store.store import open_store, read_description

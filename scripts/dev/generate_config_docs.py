@@ -1,4 +1,4 @@
-"""Generate docs/configuration.md from trainer/config/schema.py."""
+"""Generate docs/configuration.md from trainer/config/schema.py, and docs/coming_from.md from trainer/config/foreign.py."""
 
 import sys
 from pathlib import Path
@@ -11,7 +11,7 @@ from trainer.system.process import exit_on_interrupt
 if __name__ == "__main__":
     exit_on_interrupt()
 
-from trainer.config.render import settings_as_markdown
+from trainer.config.render import foreign_as_markdown, settings_as_markdown
 
 INTRODUCTION = """# Configuration
 
@@ -39,5 +39,28 @@ Every file in `train_configs/` is a complete example. `python scripts/dev/genera
 
 """
 
+COMING_FROM = """# Coming from another trainer
+
+This page translates the settings of other trainers. The same table answers on the command line and in a settings file: an
+unknown setting with one of these names is an error whose line names its replacement.
+
+    --lora_r: unknown setting; use '--lora.rank'
+
+Four differences explain most rows.
+
+- **A run is one TOML file** with sections; `--section.key value` on the command line overrides one value. There are no YAML
+  files and no `key=value` arguments. `NGPU=8 ./run_llama_train.sh --config FILE` starts eight ranks.
+- **The batch is given in samples for the whole step** (`training.global_batch_size`), over all ranks. The number of microbatches
+  follows from it and `training.local_batch_size`, so that a run on other ranks sees the same batches.
+- **Sharding is the default** (FSDP over all ranks). The degrees are `parallel.dp_replicate`, `parallel.dp_shard`, `parallel.cp`,
+  `parallel.tp` and `parallel.pp`; their product is the number of ranks.
+- **Fine-tuning is a dataset**, LoRA is `lora.rank`, preferences are `preference.loss`; the command stays the same. A run resumes
+  by itself from its newest checkpoint.
+
+`python scripts/dev/generate_config_docs.py` generates the tables. [configuration.md](configuration.md) explains each setting.
+
+"""
+
 if __name__ == "__main__":
+    (ROOT / "docs" / "coming_from.md").write_text(COMING_FROM + foreign_as_markdown())
     (ROOT / "docs" / "configuration.md").write_text(INTRODUCTION + settings_as_markdown())

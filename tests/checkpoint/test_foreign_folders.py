@@ -192,7 +192,8 @@ FOLDERS = {
     "an empty folder": (("",), "is empty"),
     "a peft adapter": (
         ("adapter_config.json", "adapter_model.safetensors"),
-        "contains an adapter of the package peft, not a model; use its base model here, and the adapter as lora.init_from",
+        "contains an adapter of the package peft, not a model; use its base model here, and the adapter as lora.init_from, or a "
+        "folder with both, which peft's merge_and_unload() gives",
     ),
     "GGUF": (
         ("model.gguf", "README.md"),

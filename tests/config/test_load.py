@@ -30,6 +30,14 @@ COMMAND_LINES = {
         "--activation_checkpoint.save matmuls,atention: expected a list of matmuls | attention | reduce_scatters; "
         "did you mean 'attention'?"
     ),
+    "--model.name lama3": (
+        "--model.name lama3: expected one of llama2, llama3, llama3.1, llama3.2, qwen2.5, qwen3, mistral, ministral3, "
+        "smollm3, olmo2, olmo3, granite3, gemma2, gemma3, phi; did you mean 'llama3'?"
+    ),
+    "--metrics.sinks jsonl,jsonl": "--metrics.sinks jsonl,jsonl: names jsonl twice",
+    "--metrics.sinks=": (
+        "--metrics.sinks : expected a list of console | jsonl | tensorboard | wandb | mlflow | trackio"
+    ),
     "--activation_checkpoint.mode ful": (
         "--activation_checkpoint.mode ful: expected one of none, full, selective, budget; did you mean 'full'?"
     ),
@@ -49,19 +57,19 @@ COMMAND_LINES = {
     "--training.steps.x 5": "--training.steps.x: unknown setting; did you mean '--training.steps'?",
     "--confg x.toml": "--confg: unknown setting; did you mean '--config'?",
     "--print-confg 1": "--print-confg: unknown setting; did you mean '--print-config'?",
-    "steps=5": "steps=5: unexpected argument; write settings as --section.key value",
-    "-training.steps 5": "-training.steps: unexpected argument; write settings as --section.key value",
+    "steps=5": "steps=5: unexpected argument; did you mean '--training.steps'?",
+    "-training.steps 5": "-training.steps: unexpected argument; did you mean '--training.steps'?",
     "-- 5": "--: unexpected argument; write settings as --section.key value",
     "--training.steps": "--training.steps: expects a value",
     "--training.steps --run.seed 1": "--training.steps: expects a value",
     "--config": "--config: expects a value",
-    "--training.steps 1e3": "--training.steps 1e3: expected an integer",
-    "--training.steps 5.0": "--training.steps 5.0: expected an integer",
+    "--training.steps 1e3": "--training.steps 1e3: expected an integer; write 1000",
+    "--training.steps 5.0": "--training.steps 5.0: expected an integer; write 5",
     "--training.steps=": "--training.steps : expected an integer",
     "--training.steps 0": "--training.steps 0: must be at least 1",
     "--training.steps -5": "--training.steps -5: must be at least 1",
     "--training.steps none": "--training.steps none: expected an integer",
-    "--training.steps 5 --training.steps 6": "--training.steps 6: --training.steps is given twice",
+    "--training.steps 5 --training.steps 6": "--training.steps 6: --training.steps is given twice, first as 5; give it once",
     "--optimizer.lr fast": "--optimizer.lr fast: expected a number",
     "--optimizer.lr 0": "--optimizer.lr 0: must be above 0",
     "--optimizer.lr nan": "--optimizer.lr nan: must be finite",
@@ -72,8 +80,8 @@ COMMAND_LINES = {
     "--optimizer.betas 0.9,1.5": "--optimizer.betas 0.9,1.5: must be at most 0.999999",
     "--optimizer.name adam": "--optimizer.name adam: expected one of adamw; did you mean 'adamw'?",
     "--training.max_norm 0": "--training.max_norm 0: must be above 0",
-    "--training.max_norm off": "--training.max_norm off: expected a number or none",
-    "--checkpoint.enabled yes": "--checkpoint.enabled yes: expected true or false",
+    "--training.max_norm off": "--training.max_norm off: expected a number or none; write none",
+    "--checkpoint.enabled yes": "--checkpoint.enabled yes: expected true or false; write true",
     "--checkpoint.enabled": "--checkpoint.enabled: expects a value",
     "--metrics.tensorboard false": (
         '--metrics.tensorboard: unknown setting; [metrics] sinks replaces it, a list with or without "tensorboard"'
@@ -192,7 +200,7 @@ FILES = {
     "training = 5": "{f} training = 5: the key is outside any [section]; write [training] as a table",
     "[training]\nsteps = 'ten'": '{f} [training] steps = "ten": expected an integer',
     "[training]\nsteps = true": "{f} [training] steps = true: expected an integer",
-    "[training]\nsteps = 5.0": "{f} [training] steps = 5.0: expected an integer",
+    "[training]\nsteps = 5.0": "{f} [training] steps = 5.0: expected an integer; write 5",
     "[training]\nsteps = [5]": "{f} [training] steps = [5]: expected an integer",
     "[training]\nlocal_batch_size = -3": "{f} [training] local_batch_size = -3: must be at least 1",
     "[training.steps]\na = 1": "{f} [training] steps = {{ a = 1 }}: expected an integer",
@@ -200,7 +208,7 @@ FILES = {
     "[optimizer]\nlr = '3e-4x'": '{f} [optimizer] lr = "3e-4x": expected a number',
     "[optimizer]\nlr = nan": "{f} [optimizer] lr = nan: must be finite",
     "[optimizer]\nbetas = [0.9]": "{f} [optimizer] betas = [0.9]: expected a list of 2 numbers",
-    "[checkpoint]\nenabled = 1": "{f} [checkpoint] enabled = 1: expected true or false",
+    "[checkpoint]\nenabled = 1": "{f} [checkpoint] enabled = 1: expected true or false; write true",
     "[metrics]\ntensorboard = true": (
         '{f} [metrics] tensorboard: unknown key; [metrics] sinks replaces it, a list with or without "tensorboard"'
     ),
@@ -262,7 +270,9 @@ def test_a_folder_or_a_file_that_is_not_utf8_is_an_error(tmp_path):
     assert error_of(["--config", str(tmp_path)]) == f"--config {tmp_path}: expected a TOML file, got a folder"
     (tmp_path / "x.toml").write_bytes(b"[run]\nname = '\xff'")
     assert error_of(["--config", f"{tmp_path}/x.toml"]) == f"--config {tmp_path}/x.toml: not UTF-8 text (byte 14)"
-    assert error_of(["--config", "a.toml", "--config", "b.toml"]) == "--config b.toml: --config is given twice"
+    assert error_of(["--config", "a.toml", "--config", "b.toml"]) == (
+        "--config b.toml: --config is given twice, first as a.toml; give it once"
+    )
 
 
 def test_the_command_line_overrides_the_file():

@@ -1,6 +1,7 @@
 """The shipped configurations."""
 
 import subprocess
+import typing
 from unittest import mock
 
 import pytest
@@ -11,6 +12,7 @@ from torch.torch_version import TorchVersion
 from models import MODELS
 from tests.conftest import ROOT
 from trainer.config import ConfigError
+from trainer.config.fields import settings
 from trainer.config.load import load_config
 from trainer.data.tokenizer.backends import load_tokenizer
 from trainer.parallel import validate
@@ -80,7 +82,6 @@ def test_resolution_reads_neither_the_tokenizer_nor_the_chat_template_and_starts
 
 
 COMBINATIONS = {
-    "--model.name lama3": (f"--model.name lama3: expected one of {', '.join(MODELS)}; did you mean 'llama3'?"),
     "--model.size 8B": "--model.size 8B: expected one of debug, 8b, 70b for llama3; did you mean '8b'?",
     "--model.overrides.n_layer 4": (
         "--model.overrides.n_layer 4: llama3 has no dimension of this name; did you mean 'n_layers'?"
@@ -105,6 +106,7 @@ COMBINATIONS = {
     "--parallel.dp_replicate 3": "--parallel.dp_replicate 3: must divide the number of ranks, 4",
     "--parallel.dp_replicate 2 --parallel.dp_shard 4": (
         "--parallel.dp_shard 4: x dp_replicate 2 = 8 must equal the number of ranks, 4; -1 uses all remaining ranks"
+        "; for 8 ranks: NGPU=8 ./run_llama_train.sh, or plan.py --world-size 8"
     ),
     "--parallel.reshard_after_forward 4": (
         "--parallel.reshard_after_forward 4: must divide dp_shard 4 and be below 4; 'always' reshards over all 4 ranks"
@@ -115,9 +117,11 @@ COMBINATIONS = {
     "--parallel.tp 3": "--parallel.tp 3: must divide the number of ranks, 4",
     "--parallel.tp 2 --parallel.cp 4": (
         "--parallel.tp 2: x 4 (product of the other degrees) = 8 must divide the number of ranks, 4"
+        "; for 8 ranks: NGPU=8 ./run_llama_train.sh, or plan.py --world-size 8"
     ),
     "--parallel.dp_shard 4 --parallel.tp 2": (
         "--parallel.dp_shard 4: x tp 2 = 8 must equal the number of ranks, 4; -1 uses all remaining ranks"
+        "; for 8 ranks: NGPU=8 ./run_llama_train.sh, or plan.py --world-size 8"
     ),
     "--parallel.cp 2 --parallel.reshard_after_forward 3": (
         "--parallel.reshard_after_forward 3: must divide dp_shard 2 x cp 2 = 4 and be below 4; "
@@ -241,3 +245,7 @@ def test_compilation_is_on_by_default_where_it_is_possible(monkeypatch, tmp_path
     (tmp_path / "Python.h").unlink()
     explicit = config.compile.enabled is True
     assert validate.resolve_compilation(config.compile.enabled, config.parallel, on_gpu) == explicit
+
+
+def test_the_families_of_the_settings_are_those_of_the_models():
+    assert typing.get_args(settings()["model.name"].type) == tuple(MODELS)

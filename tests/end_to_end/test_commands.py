@@ -234,6 +234,7 @@ WRONG = {
 def test_a_wrong_setting_is_one_line_and_exit_code_2(command, ngpu, tmp_path):
     done = call(SCRIPT, *command.split(), cwd=tmp_path, NGPU=ngpu)
     message = f"--parallel.dp_shard 3: must equal the number of ranks, {ngpu}; -1 uses all remaining ranks"
+    message += "; for 3 ranks: NGPU=3 ./run_llama_train.sh, or plan.py --world-size 3"
     assert (done.returncode, done.stdout, done.stderr) == (2, "", f"{WRONG[command] or message}\n")
     assert list(tmp_path.iterdir()) == []
 

@@ -109,3 +109,49 @@ def test_a_damaged_checkpoint_and_a_folder_without_a_model_are_refused(run, tmp_
 def test_a_dtype_that_is_none_of_floating_point_numbers_is_refused(run, dtype):
     with pytest.raises(ConfigError, match=r"^dtype .*: must be a floating-point dtype, such as torch\.bfloat16$"):
         load_model(run, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("path", "options", "line"),
+    [
+        ("", {}, "path '': must be the path of a checkpoint, a run folder or a model folder"),
+        (None, {}, "path None: must be the path of a checkpoint, a run folder or a model folder"),
+        ("s3://x", {}, "path s3://x: must be a local path, not a URL: copy the files to a folder, or mount s3:// as one"),
+        ("x", {"max_seq_len": -1}, "max_seq_len -1: must be at least 1, or 0 for the sequence length of training"),
+        ("x", {"device": "gpu"}, "device 'gpu': expected \"cpu\", \"cuda\", or one of several GPUs such as \"cuda:1\""),
+        ("x", {"device": None}, "device 'None': expected \"cpu\", \"cuda\", or one of several GPUs such as \"cuda:1\""),
+        ("x", {"device": "cuda:99"}, f"device 'cuda:99': torch {torch.__version__} finds no such device"),
+    ],
+)  # fmt: skip
+def test_wrong_arguments_of_load_model_are_one_line(path, options, line):
+    with pytest.raises(ConfigError) as error:
+        load_model(path, **options)
+    assert str(error.value) == line
+
+
+@pytest.mark.parametrize(
+    ("tokens", "line"),
+    [
+        ([[1, 2]], "tokens must be a tensor of the shape (batch, seq), not list"),
+        (
+            torch.tensor([1, 2]),
+            "tokens must have the shape (batch, seq) and an integer dtype, not the shape (2,) and the dtype torch.int64",
+        ),
+        (
+            torch.zeros(1, 2),
+            "tokens must have the shape (batch, seq) and an integer dtype, not the shape (1, 2) and the dtype torch.float32",
+        ),
+        (torch.tensor([[3, 2048]]), "tokens must be from 0 to 2047, not 3 to 2048"),
+    ],
+)
+def test_tokens_that_a_loaded_model_cannot_read_are_one_line(run, tokens, line):
+    model, _ = load_model(run)
+    with pytest.raises(ValueError) as error:
+        model(tokens)
+    assert str(error.value) == line
+
+
+def test_an_adapter_of_peft_names_its_base_model(tmp_path):
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "meta-llama/Llama-3.2-1B"}')
+    with pytest.raises(ConfigError, match=r"use its base model \(meta-llama/Llama-3.2-1B\) here"):
+        load_model(tmp_path)

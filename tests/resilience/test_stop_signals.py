@@ -46,3 +46,37 @@ def test_other_signals_never_end_the_process_nor_count_as_the_first_sigterm(requ
     monkeypatch.setattr(os, "_exit", lambda code: pytest.fail(f"exited with {code}"))
     hang_ups = [(float(second), signal.SIGHUP) for second in range(0, 10, 2)]
     assert request_after([], *hang_ups, (10.0, signal.SIGUSR1), (12.0, signal.SIGTERM), (14.0, signal.SIGHUP)).requested
+
+
+def test_a_signal_during_the_delivery_of_the_last_records_does_not_promise_a_step(monkeypatch):
+    lines, request = [], StopRequest()
+    monkeypatch.setattr(console, "info", lines.append)
+    request.has_ended = True
+    request.receive(signal.SIGINT)
+    text = "the run has ended and delivers its last records; a repeated SIGTERM or SIGINT ends it immediately"
+    assert lines == [f"SIGINT: {text}"]
+
+
+def test_ctrl_c_in_a_python_program_is_a_request_until_training_has_ended(monkeypatch):
+    monkeypatch.setattr(console, "info", lambda line: None)
+    request = StopRequest()
+    end = request.receive_interrupts()
+    os.kill(os.getpid(), signal.SIGINT)
+    assert request.requested
+    end()
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_a_program_keeps_its_own_reaction_to_ctrl_c():
+    received, previous = [], signal.getsignal(signal.SIGINT)
+    signal.signal(signal.SIGINT, lambda number, frame: received.append(number))
+    try:
+        request = StopRequest()
+        end = request.receive_interrupts()
+        os.kill(os.getpid(), signal.SIGINT)
+        end()
+        os.kill(os.getpid(), signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    assert received == [signal.SIGINT, signal.SIGINT] and not request.requested

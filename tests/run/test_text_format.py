@@ -52,9 +52,7 @@ def test_an_unknown_rank_file_is_one_warning_of_a_run_until_its_pattern_is_set(r
     path.write_bytes(b"\n".join(DEFAULT_FILE.read_bytes().splitlines()[:1700]))
     argv = [*tiny, "--tokenizer.backend", "tiktoken", "--tokenizer.path", str(path)]
     first, second = ranks(2).run(warnings_of_text_format, argv)
-    expected = (
-        f"warning: {path} is not Llama 3's rank file, but is used with Llama 3's split pattern; set tokenizer.pattern"
-    )
+    expected = f"warning: {path} is not Llama 3's tiktoken file, but is used with Llama 3's split pattern; set tokenizer.pattern"
     assert (first.count("\n"), first.partition(" ")[2][: len(expected)], second) == (1, expected, "")
     assert ranks(1).run(warnings_of_text_format, [*argv, "--tokenizer.pattern", "llama3"]) == [""]
 
@@ -79,7 +77,7 @@ def test_a_tokenizer_larger_than_the_vocabulary_is_one_line_on_all_ranks(ranks, 
 
 @pytest.mark.parametrize(("began_with", "hint"), [("llama3", True), ("gpt2", False)])
 def test_a_run_that_began_before_patterns_existed_is_told_how_to_continue(tmp_path, began_with, hint):
-    """The trainer split the text of every rank file by Llama 3's pattern."""
+    """The trainer split the text of every tiktoken file by Llama 3's pattern."""
     config = TokenizerConfig(backend="tiktoken", path=str(DEFAULT_FILE), pattern="qwen2")
     before = replace(config, pattern=began_with)
     state = TrainState(fingerprint={"tokenizer": load_tokenizer(before).fingerprint})

@@ -60,7 +60,7 @@ def test_an_unknown_rank_file_is_one_warning_of_the_preparation_until_its_patter
     (line,) = prepared.stderr.splitlines()
     assert prepared.returncode == 0
     assert (
-        f"warning: {path} is not Llama 3's rank file, but is used with Llama 3's split pattern; set tokenizer.pattern"
+        f"warning: {path} is not Llama 3's tiktoken file, but is used with Llama 3's split pattern; set tokenizer.pattern"
         in line
     )
     again = run_script("scripts/prepare_data.py", *settings, "--tokenizer.pattern", "llama3")
@@ -211,7 +211,7 @@ def test_a_trained_tokenizer_can_be_loaded_and_used(settings, tmp_path):
     settings += ["--data.max_bad_documents_percent", "3"]
     trained = run_script("scripts/train_tokenizer.py", path, "--vocab-size", "540", *settings)
     use = f'--tokenizer.backend tiktoken --tokenizer.pattern llama3 --tokenizer.path "{path}"'
-    assert trained.stdout == f"{path}: 284 ranks + 256 special tokens\n  to use it: {use}\n", trained.stderr
+    assert trained.stdout == f"{path}: 284 tokens + 256 special tokens\n  to use it: {use}\n", trained.stderr
     first = f"{tmp_path}/corpus/bad.txt:1: the file is not UTF-8 text (byte 0)"
     assert trained.stderr == f"skipped 1 bad documents; the first: {first}\n"
     tokenizer = load_tokenizer(TokenizerConfig(backend="tiktoken", path=str(path)))

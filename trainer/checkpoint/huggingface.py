@@ -77,7 +77,7 @@ class ModelMetadata:
     extra_special_tokens: tuple[str, ...]
     """Setting [tokenizer] extra_special_tokens of the run."""
     pattern: str = ""
-    """Setting [tokenizer] pattern, if the tokenizer is a rank file."""
+    """Setting [tokenizer] pattern, if the tokenizer is a tiktoken file."""
     lora: Mapping[str, Any] = field(default_factory=dict)
     """If the checkpoint contains an adapter: its settings rank, alpha and rslora, and the path and the hash of its base model."""
 

@@ -10,12 +10,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from trainer.config.fields import did_you_mean, parse_text, range_error, type_name
+from trainer.config.fields import did_you_mean, parse_text, range_error, settings, type_name
+from trainer.config.foreign import ARGUMENTS, normalized, replacement
 from trainer.config.load import FILE_SECTIONS, load_config
 from trainer.config.render import help_text, to_toml
 from trainer.config.schema import Config, ConfigError, Constraint
 from trainer.system.children import end_children
 from trainer.system.files import describe, folder_error
+from trainer.system.paths import path_error
 from trainer.system.process import local_rank, restore_interrupt
 from trainer.system.streams import (
     STDOUT,
@@ -49,6 +51,8 @@ class Arguments(argparse.ArgumentParser):
         summary, _, rest = doc.partition("\n\n")
         options = {"description": summary, "epilog": rest or None, "allow_abbrev": False, **options}
         super().__init__(formatter_class=_HelpFormatter, **options)
+        self.register("type", Path, local_path)
+        self.takes_settings = settings
         if settings:
             text = (
                 "--config FILE, --from FOLDER and --section.key value set any setting that python train.py --help lists"
@@ -64,6 +68,31 @@ class Arguments(argparse.ArgumentParser):
         except argparse.ArgumentError as error:
             error.message += did_you_mean(str(value), map(str, action.choices or ()))
             raise
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[argparse.Namespace, list[str]]:
+        parsed, rest = super().parse_known_args(args, namespace)
+        for word in rest:
+            flag = word.partition("=")[0]
+            if flag.startswith("--") and (hint := self._hint(flag)):
+                self.error(f"{flag}: unknown option{hint}")
+        return parsed, rest
+
+    def _hint(self, flag: str) -> str:
+        """Return a hint about an unknown option, or "" if there is none or it may be a setting."""
+        if used := ARGUMENTS.get(Path(self.prog.split()[0]).stem, {}).get(normalized(flag)):
+            return f"; use {used}"
+        own = [name for action in self._actions for name in action.option_strings]
+        name = normalized(flag)
+        is_setting = (
+            "." in name
+            or name in ("config", "print_config")
+            or replacement(name, "{}")
+            or any(s.name == name for s in settings().values())
+        )
+        is_own = (
+            flag not in own and flag.replace("_", "-") in own
+        )  # the settings' flags are in `own`, but are not parsed
+        return did_you_mean(flag, own) if is_own or not (self.takes_settings and is_setting) else ""
 
     def error(self, message: str) -> NoReturn:
         die(message)
@@ -116,14 +145,22 @@ def utf8(text: str) -> str:
     return text
 
 
+def local_path(text: str) -> Path:
+    """Parse a path. Options with `type=Path` are parsed by this function."""
+    if problem := path_error(text):
+        raise argparse.ArgumentTypeError(f"{text}: {problem}")
+    return Path(text)
+
+
 def existing_folder(text: str) -> Path:
+    local_path(text)
     if problem := folder_error(text):
         raise argparse.ArgumentTypeError(f"{text}: {problem}")
     return Path(text)
 
 
 def file_to_write(text: str) -> Path:
-    path = Path(text)
+    path = local_path(text)
     existing_folder(str(path.parent))
     if path.is_dir():
         raise argparse.ArgumentTypeError(f"{text}: is a folder")

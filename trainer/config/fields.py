@@ -124,6 +124,8 @@ def parse_text(text: str, type_: Any) -> Any:
     """Convert a command-line word to `type_`. Raises ValueError."""
     if typing.get_origin(type_) is tuple:
         member = typing.get_args(type_)[0]
+        if not text.strip() and typing.get_origin(member) is typing.Literal:
+            raise ValueError  # an empty list is written []
         words = [word for word in _words(text) if word or member is not str]  # empty names are dropped
         return coerce([parse_text(word, member) for word in words], type_)
     with suppress(ValueError):
@@ -166,11 +168,17 @@ def range_error(value: Any, constraint: Constraint) -> str:
     return next((rule for rule, is_met in rules.items() if not is_met), "")
 
 
-def did_you_mean(word: str, candidates: Iterable[str], show: str = "{!r}") -> str:
-    """Return "; did you mean 'x'?" with the closest candidate, or "" if no candidate is close. Case is ignored."""
+def nearest(word: str, candidates: Iterable[str]) -> str:
+    """Return the closest candidate, or "" if no candidate is close. Case is ignored."""
     names = {name.lower(): name for name in candidates}
     close = difflib.get_close_matches(word.lower(), names, n=1, cutoff=0.6)
-    return f"; did you mean {show.format(names[close[0]])}?" if close else ""
+    return names[close[0]] if close else ""
+
+
+def did_you_mean(word: str, candidates: Iterable[str], show: str = "{!r}") -> str:
+    """Return "; did you mean 'x'?" with the closest candidate, or "" if no candidate is close. Case is ignored."""
+    close = nearest(word, candidates)
+    return f"; did you mean {show.format(close)}?" if close else ""
 
 
 def matching(key: str, patterns: Collection[str], names: Collection[str], kind: str) -> list[str]:
@@ -181,12 +189,30 @@ def matching(key: str, patterns: Collection[str], names: Collection[str], kind: 
     return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
 
 
-def type_error(type_: Any, raw: Any) -> str:
-    """Return the message for a value that `coerce` or `parse_text` rejected."""
+_BOOLEANS = {"yes": "true", "on": "true", "1": "true", "no": "false", "off": "false", "0": "false"}
+_MULTIPLES = {"k": 10**3, "m": 10**6, "g": 10**9}
+
+
+def type_error(type_: Any, raw: Any, foreign: Mapping[str, str]) -> str:
+    """Return the message for a value that `coerce` or `parse_text` rejected. foreign: value of another project -> hint."""
     types_ = typing.get_args(type_)[:1] if is_list(type_) else _options(type_)
     words_of = {bool: ("true", "false"), type(None): ("none",)}
     choices = [w for k in types_ for w in words_of.get(k, ())]
     choices += [w for k in types_ if typing.get_origin(k) is typing.Literal for w in typing.get_args(k)]
     words = [str(word) for word in raw] if isinstance(raw, list) else _words(str(raw))
     unknown = next((word for word in words if word not in choices), "")
-    return f"expected {type_name(type_)}" + did_you_mean(unknown, choices)
+    hint = foreign.get(unknown.lower(), "")
+    if not hint and bool in types_ and (same := _BOOLEANS.get(unknown.lower())):
+        hint = f"write {same}"
+    if not hint and int in types_ and (whole := _whole_number(str(raw))) is not None:
+        hint = f"write {whole}"
+    if not hint and type(None) in types_ and unknown.lower() in ("null", "off", "false", "disabled"):
+        hint = "write none"
+    return f"expected {type_name(type_)}" + (f"; {hint}" if hint else did_you_mean(unknown, choices))
+
+
+def _whole_number(text: str) -> int | None:
+    """Return the integer that a text such as 1e3, 5.0, 2k or 10,000 stands for, or None."""
+    match = re.fullmatch(r"([0-9]{1,12}(?:\.[0-9]{1,12})?(?:e[0-9])?)([kmg]?)", text.lower().replace(",", ""))
+    value = float(match[1]) * _MULTIPLES.get(match[2], 1) if match else 0.5
+    return int(value) if value.is_integer() else None

@@ -11,12 +11,13 @@ from typing import Any
 
 import tomli
 
-from trainer.config.fields import Setting, coerce, did_you_mean, parse_text, range_error, settings, type_error
+from trainer.config.fields import Setting, coerce, did_you_mean, nearest, parse_text, range_error, settings, type_error
+from trainer.config.foreign import SECTIONS, VALUES, replacement
 from trainer.config.packages import is_installed
 from trainer.config.pretrained import SHORT_FLAGS, with_pretrained
 from trainer.config.schema import DOCUMENT_COLUMNS, MESSAGE_COLUMNS, Config, ConfigError, toml_value
 from trainer.system.files import folder_error
-from trainer.system.paths import exists, is_dataset_name, split_best
+from trainer.system.paths import exists, is_dataset_name, path_error, split_best
 
 DEFAULT_CONFIG = Path(__file__).parents[2] / "train_configs" / "debug.toml"
 
@@ -49,7 +50,7 @@ def load_config(argv: Sequence[str], check_files: Collection[str] = FILE_SECTION
         try:
             value = parse(raw, setting.type)
         except ValueError:
-            raise ConfigError("", f"{origin}: {type_error(setting.type, raw)}") from None
+            raise ConfigError("", f"{origin}: {type_error(setting.type, raw, VALUES.get(setting.key, {}))}") from None
         if problem := range_error(value, setting.constraint):
             raise ConfigError("", f"{origin}: {problem}")
         origins[setting.key] = origin
@@ -88,17 +89,24 @@ def _from_file(file: str) -> Iterator[tuple[Setting, str, Callable[[Any, Any], A
     sections = {setting.section for setting in settings().values()}
     for section, body in _read_toml(file).items():
         if not isinstance(body, dict):
-            hint = _elsewhere(section) or (f"; write [{section}] as a table" if section in sections else "")
+            own = f"; write [{section}] as a table" if section in sections else ""
+            hint = replacement(section, _IN_FILE) or _elsewhere(section) or own
             raise ConfigError("", f"{file} {section} = {toml_value(body)}: the key is outside any [section]{hint}")
         if section not in sections:
-            hint = did_you_mean(section, sections, "[{}]")
+            hints = (replacement(f"{section}.{name}", _IN_FILE) and name for name in body)
+            if name := next(filter(None, hints), None):
+                hint = replacement(f"{section}.{name}", _IN_FILE)
+                raise ConfigError("", f"{file} [{section}] {name}: unknown section{hint}")
+            own = SECTIONS.get(section)
+            hint = f"; did you mean [{own}]?" if own else did_you_mean(section, sections, "[{}]")
             raise ConfigError("", f"{file} [{section}]: unknown section{hint}")
         for name, raw in body.items():
             setting = settings().get(f"{section}.{name}")
             if setting is None:
                 siblings = [s.name for s in settings().values() if s.section == section]
                 removed = REMOVED.get(f"{section}.{name}")
-                hint = f"; {removed}" if removed else _elsewhere(name) or did_you_mean(name, siblings)
+                hint = replacement(f"{section}.{name}", _IN_FILE) or _elsewhere(name) or did_you_mean(name, siblings)
+                hint = f"; {removed}" if removed else hint
                 raise ConfigError("", f"{file} [{section}] {name}: unknown key{hint}")
             origin = f"{file} [{section}] {name} = {toml_value(raw)}"
             if not setting.is_table:
@@ -116,8 +124,7 @@ def _read_toml(file: str) -> dict[str, Any]:
         toml_value(content)  # error messages show values in this form
         return content
     except FileNotFoundError:
-        siblings = [str(path) for path in Path(file).parent.glob("*.toml") if path.exists()]
-        problem = f"no such file{did_you_mean(file, siblings)}"
+        problem = f"no such file{_similar_file(file)}"
     except IsADirectoryError:
         problem = "expected a TOML file, got a folder"
     except OSError as error:
@@ -125,20 +132,38 @@ def _read_toml(file: str) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         problem = f"not UTF-8 text (byte {error.start})"
     except tomli.TOMLDecodeError as error:
-        problem = f"not valid TOML: {error}"
+        is_toml = Path(file).suffix not in (".yaml", ".yml", ".json", ".py")
+        problem = f"not valid TOML: {error}" if is_toml else "expected a TOML file such as train_configs/debug.toml"
     except (ValueError, RecursionError):  # a number has thousands of digits, or values are nested hundreds of times
         problem = "a value is too long or nested too deep"
     raise ConfigError("", f"--config {file}: {problem}")
+
+
+def _similar_file(file: str) -> str:
+    """Return a hint with the existing file that the user may have meant: one of train_configs/ by its name alone, or a similar
+    name in the same folder."""
+    named = Path(file).stem
+    for path in (Path(f"{file}.toml"), DEFAULT_CONFIG.parent / f"{named}.toml"):
+        if path.exists():
+            return f"; did you mean '{os.path.relpath(path)}'?"
+    siblings = [str(path) for path in Path(file).parent.glob("*.toml") if path.exists()]
+    shipped = {path.stem: os.path.relpath(path) for path in DEFAULT_CONFIG.parent.glob("*.toml")}
+    similar = nearest(file, siblings) or shipped.get(nearest(named, shipped), "")
+    return similar and f"; did you mean '{similar}'?"
 
 
 REMOVED = {"metrics.tensorboard": '[metrics] sinks replaces it, a list with or without "tensorboard"'}
 """Settings of earlier versions, and what replaces them."""
 
 
-def _elsewhere(name: str, show: str = "[{0.section}] {0.name}") -> str:
-    """Return a hint that suggests the first setting with exactly this name, or "" if there is none."""
-    same = next((setting for setting in settings().values() if setting.name == name), None)
-    return f"; did you mean {show.format(same)}?" if same else ""
+_IN_FILE, _AS_FLAG = "[{}] {}", "'--{}.{}'"
+"""Formats of a setting in the messages about a file and about the command line."""
+
+
+def _elsewhere(name: str, show: str = _IN_FILE) -> str:
+    """Return a hint that suggests the settings with exactly this name, or "" if there is none."""
+    same = [show.format(setting.section, setting.name) for setting in settings().values() if setting.name == name]
+    return f"; did you mean {' or '.join(same)}?" if same else ""
 
 
 def parse_argv(argv: Sequence[str]) -> dict[str, str]:
@@ -147,7 +172,7 @@ def parse_argv(argv: Sequence[str]) -> dict[str, str]:
     words = iter(argv)
     for word in words:
         if not word.startswith("--") or len(word) == 2:
-            raise ConfigError("", f"{word}: unexpected argument; write settings as --section.key value")
+            raise ConfigError("", f"{word}: unexpected argument{_as_flag(word)}")
         flag, equals, value = word.partition("=")
         if not equals:
             value = next(words, None)
@@ -156,10 +181,22 @@ def parse_argv(argv: Sequence[str]) -> dict[str, str]:
                     _find(flag)  # raises for an unknown flag
                 raise ConfigError("", f"{flag}: expects a value")
         if same := next((f for f in flags if SHORT_FLAGS.get(f, f) == SHORT_FLAGS.get(flag, flag)), ""):
-            twice = f"{flag} is given twice" if same == flag else f"{same} {flags[same]} is given too"
-            raise ConfigError("", f"{flag} {value}: {twice}")
+            twice = f"{flag} is given twice, first as {flags[flag]}; give it once"
+            raise ConfigError("", f"{flag} {value}: {twice if same == flag else f'{same} {flags[same]} is given too'}")
         flags[flag] = value
     return flags
+
+
+def _as_flag(word: str) -> str:
+    """Return a hint about an argument that is no flag."""
+    if word.endswith(".toml"):
+        return f"; did you mean '--config {word}'?"
+    name, _, value = word.lstrip("-+").partition("=")
+    key = name.replace("-", "_")
+    if key in settings():
+        return f"; did you mean '--{key}{value and ' '}{value}'?"
+    hint = replacement(name, _AS_FLAG) or _elsewhere(key, _AS_FLAG)
+    return hint or "; write settings as --section.key value"
 
 
 def _find(flag: str) -> tuple[Setting, str]:
@@ -174,7 +211,8 @@ def _find(flag: str) -> tuple[Setting, str]:
     if removed := REMOVED.get(flag[2:]):
         raise ConfigError("", f"{flag}: unknown setting; {removed}")
     candidates = [*(f"--{key}" for key in settings()), *SHORT_FLAGS, "--config", "--print-config", "--help"]
-    hint = _elsewhere(flag.rpartition(".")[2].lstrip("-"), "'--{0.key}'") or did_you_mean(flag, candidates)
+    hint = replacement(flag, _AS_FLAG) or _elsewhere(flag.rpartition(".")[2].lstrip("-"), _AS_FLAG)
+    hint = hint or did_you_mean(flag, candidates)
     raise ConfigError("", f"{flag}: unknown setting{hint}")
 
 
@@ -191,6 +229,8 @@ def check_combinations(config: Config) -> None:
 def _rules(config: Config) -> Iterator[tuple[str, object, str]]:
     """Yield (setting, whether its value breaks the rule, message) for every rule."""
     name, data, training = config.run.name, config.data, config.training
+    for key, path in _paths(config):
+        yield key, path_error(path), path_error(path)
     yield "run.name", name.strip() in ("", ".", "..") or {"/", "\\"} & set(name), "must be a single folder name"
     yield "run.output_folder", not config.run.output_folder.strip(), "must not be empty"
     yield "run.name", len(os.fsencode(name)) > 255, "exceeds 255 bytes, the limit for a folder name"
@@ -229,6 +269,8 @@ def _rules(config: Config) -> Iterator[tuple[str, object, str]]:
     rolls_back = config.resilience.on_loss_spike == "rollback" and not config.checkpoint.enabled
     yield "resilience.on_loss_spike", rolls_back, "rollback needs [checkpoint] enabled = true"
     sinks = set(config.metrics.sinks)
+    twice = next((name for name in config.metrics.sinks if config.metrics.sinks.count(name) > 1), "")
+    yield "metrics.sinks", twice, f"names {twice} twice"
     message = 'must contain "jsonl" too: other sinks deliver the records of metrics.jsonl'
     yield "metrics.sinks", sinks - {"console"} and "jsonl" not in sinks, message
     limit = config.distributed.timeout_s
@@ -326,6 +368,29 @@ def _check_files(config: Config, sections: Collection[str]) -> None:
         is_checked = key.partition(".")[0] in sections and reader in _FILE_READERS
         if path and is_checked and not exists(path) and not (reader in _NAME_READERS and is_dataset_name(path)):
             raise ConfigError(key, "no such file or folder, and no file matches the pattern")
+
+
+PATHS = (
+    *(
+        "run.output_folder",
+        "model.huggingface",
+        "model.pretrained",
+        "tokenizer.path",
+        "data.path",
+        "data.chat_template",
+        "data.store_folder",
+    ),
+    *("lora.init_from", "checkpoint.init_from"),
+)
+"""Settings whose value is a path, or may be one. Those of named datasets are in tables."""
+
+
+def _paths(config: Config) -> Iterator[tuple[str, str]]:
+    """Yield (setting, path) of each path."""
+    yield from ((key, config.value(key)) for key in PATHS)
+    for table in ("data.datasets", "evaluation.datasets"):
+        for name, text in config.value(table).items():
+            yield f"{table}.{name}", text if re.match(r"\w+://", text) else text.partition(":")[2]
 
 
 _FILE_READERS = ("text", "jsonl", "parquet", "csv", "tokens", "chat", "preference", "prepared")

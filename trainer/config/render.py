@@ -1,4 +1,4 @@
-"""A configuration as text: TOML, --help, and the tables of docs/configuration.md."""
+"""A configuration as text: TOML, --help, and the tables of docs/configuration.md and docs/coming_from.md."""
 
 from itertools import groupby
 from operator import attrgetter
@@ -6,6 +6,7 @@ from operator import attrgetter
 import tomli
 
 from trainer.config.fields import Setting, settings, type_name
+from trainer.config.foreign import FOREIGN, PROJECTS
 from trainer.config.pretrained import is_from_pretrained
 from trainer.config.schema import Config, ConfigError, toml_value
 
@@ -95,5 +96,20 @@ def settings_as_markdown() -> str:
         for s in members:
             cells = (f"`{s.name}`", _type(s), f"`{toml_value(s.default)}`", _limits(s), s.doc)
             lines.append("| " + " | ".join(c.replace("|", "\\|") for c in cells) + " |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def foreign_as_markdown() -> str:
+    """Return the tables of docs/coming_from.md, one per project."""
+    lines = []
+    for project, letter in PROJECTS.items():
+        lines += [f"## {project}", "", "| there | here | remark |", "|---|---|---|"]
+        for name, found in FOREIGN.items():
+            if letter in found.projects:
+                section, _, last = name.rpartition(".")
+                there = f"`{last}`" + f" of {section}" * bool(section)
+                here = ", ".join(f"`{key}`" for key in found.settings.split())
+                lines.append(f"| {there} | {here} | {found.note.replace('|', chr(92) + '|')} |")
         lines.append("")
     return "\n".join(lines)

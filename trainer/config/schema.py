@@ -79,6 +79,11 @@ Seconds = Annotated[float, Constraint(min=1, max=10**7, unit="seconds")]
 Degree = Annotated[int, Constraint(min=1, max=10**6, unit="ranks")]
 Fraction = Annotated[float, Constraint(min=0, max=1)]
 DeviceChoice = Literal["auto", "gpu", "cpu"]
+ModelFamily = Literal[
+    "llama2", "llama3", "llama3.1", "llama3.2", "qwen2.5", "qwen3", "mistral", "ministral3", "smollm3", "olmo2", "olmo3",
+    "granite3", "gemma2", "gemma3", "phi",
+]  # fmt: skip
+"""The keys of MODELS in models/__init__.py, which imports torch."""
 Saveable = Literal["matmuls", "attention", "reduce_scatters"]
 
 
@@ -113,8 +118,8 @@ class ModelConfig:
     huggingface: Annotated[str, PER_NODE] = ""
     """Path of a folder in Hugging Face's format, of its config.json, or of a checkpoint, which gives the family and the
     dimensions of the model instead of `name` and `size`. It loads no weights; `pretrained` does."""
-    name: Annotated[str, FIXED, NAMED_MODEL] = "llama3"
-    """Name of the model family: a key of MODELS in models/__init__.py."""
+    name: Annotated[ModelFamily, FIXED, NAMED_MODEL] = "llama3"
+    """Name of the model family."""
     size: Annotated[str, FIXED, NAMED_MODEL] = "debug"
     """Name of one of the family's model sizes."""
     overrides: Annotated[Mapping[str, int | float | bool | str | tuple[int | float | bool | str, ...]], FIXED] = field(
@@ -126,12 +131,12 @@ class ModelConfig:
 @dataclass(frozen=True, kw_only=True)
 class TokenizerConfig:
     backend: Literal["default", "tiktoken", "sentencepiece", "huggingface", "tekken"] = "default"
-    """Type of tokenizer. "default": the small tokenizer in this repository; "tiktoken": a BPE rank file such as Llama 3's;
+    """Type of tokenizer. "default": the small tokenizer in this repository; "tiktoken": a tiktoken file such as Llama 3's;
     "sentencepiece": a Llama 2 model file; "huggingface": a tokenizer.json, read by the package `tokenizers`; "tekken": a
     tekken.json of Mistral."""
     pattern: Annotated[str, Constraint(only_with="[tokenizer] backend = tiktoken")] = ""
-    """Pattern that splits text before bytes are merged, as in the training of the rank file: "llama3", "llama4", "qwen2", "gpt2",
-    "cl100k", "o200k", or a regular expression. Empty: "llama3". A file with as many ranks as that of another known model is then
+    """Pattern that splits text before bytes are merged, as in the training of the file: "llama3", "llama4", "qwen2", "gpt2",
+    "cl100k", "o200k", or a regular expression. Empty: "llama3". A file with as many tokens as that of another known model is then
     an error; any other file gets a warning, except Llama 3's and the default one."""
     reuse_reserved_tokens: Annotated[
         Mapping[str, str],

@@ -9,8 +9,9 @@ import numpy as np
 
 from trainer.config import ConfigError, DataConfig
 from trainer.data.datasets import SINGLE, dataset_configs, packing_folder
-from trainer.data.sampling.mixture import CombinedSamples, MixturePhase, parse_mixture
+from trainer.data.sampling.mixture import CombinedSamples
 from trainer.data.sampling.packing import PackedIndex, has_target, read_packing
+from trainer.data.sampling.phases import MixturePhase, parse_mixture
 from trainer.data.sampling.samples import ConcatSamples, PackedSamples, Samples
 from trainer.data.store.held_out import Splits, open_splits
 from trainer.data.store.store import TokenStore, open_store

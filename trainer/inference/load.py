@@ -1,11 +1,12 @@
 """Loading of a model with its tokenizer."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from trainer.checkpoint.adapter import AdapterSource, open_weights
 from trainer.checkpoint.huggingface import CHAT_TEMPLATE, ModelMetadata
@@ -15,6 +16,8 @@ from trainer.config import ConfigError
 from trainer.config.model_source import resolve_checkpoint, template_file
 from trainer.data.tokenizer.protocol import Tokenizer
 from trainer.parallel.init_weights import allocate
+from trainer.runtime.device import existing_device
+from trainer.system.paths import path_error
 
 
 def load_model(
@@ -36,17 +39,42 @@ def load_model(
         max_seq_len: Length of the sequences, on which LongRoPE depends. 0: the sequence length used in training.
 
     Returns:
-        The model and the tokenizer. model(tokens) returns logits (batch, seq, vocab) for tokens (batch, seq).
+        The model and the tokenizer. model(tokens) returns logits (batch, seq, vocab) for tokens (batch, seq). It raises
+        ValueError for other tokens.
 
     Raises:
-        ConfigError: The folder is damaged or contains no model, or the dtype is none of floating-point numbers.
+        ConfigError: The folder is damaged or contains no model, or an argument cannot be used.
     """
     if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ConfigError("", f"dtype {dtype!r}: must be a floating-point dtype, such as torch.bfloat16")
+    if not isinstance(path, str | Path) or not str(path):
+        raise ConfigError("", f"path {path!r}: must be the path of a checkpoint, a run folder or a model folder")
+    if problem := path_error(str(path)):
+        raise ConfigError("", f"path {path}: {problem}")
+    if max_seq_len < 0:
+        raise ConfigError(
+            "", f"max_seq_len {max_seq_len}: must be at least 1, or 0 for the sequence length of training"
+        )
+    chosen = existing_device(device)
     weights = open_weights(resolve_checkpoint(Path(path)), None if base is None else Path(base), alone=True)
     tokenizer, _, trained_seq_len = load_text(weights)
     sizes = weights.sizes.for_seq_len(max_seq_len or trained_seq_len)
-    return build_model(weights, sizes, dtype, torch.device(device)), tokenizer
+    model = build_model(weights, sizes, dtype, chosen)
+    model.register_forward_pre_hook(partial(_require_tokens, sizes.vocab_size))
+    return model, tokenizer
+
+
+def _require_tokens(vocab_size: int, model: nn.Module, arguments: tuple[Any, ...]) -> None:
+    """Raise ValueError if the argument of model(tokens) is not what the model reads."""
+    tokens = arguments[0] if arguments else None
+    if not isinstance(tokens, Tensor):
+        raise ValueError(f"tokens must be a tensor of the shape (batch, seq), not {type(tokens).__name__}")
+    if tokens.dim() != 2 or tokens.dtype not in (torch.int64, torch.int32):
+        given = f"{tuple(tokens.shape)} and the dtype {tokens.dtype}"
+        raise ValueError(f"tokens must have the shape (batch, seq) and an integer dtype, not the shape {given}")
+    # On a GPU the check would wait for the device.
+    if tokens.is_cpu and tokens.numel() and not 0 <= tokens.min() <= tokens.max() < vocab_size:
+        raise ValueError(f"tokens must be from 0 to {vocab_size - 1}, not {tokens.min()} to {tokens.max()}")
 
 
 def build_model(

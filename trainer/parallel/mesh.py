@@ -1,5 +1,6 @@
 """Parallel degrees and device meshes."""
 
+import math
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -28,16 +29,19 @@ class ParallelDims:
         """Return the degrees, with dp_shard = -1 resolved. Raises ConfigError if their product is not the world size."""
         degrees = {name: getattr(config, name) for name in ("pp", "dp_replicate", "cp", "tp")}
         others = 1
+        wanted = max(config.dp_shard, 1) * math.prod(degrees.values())
+        start = f"; for {wanted} ranks: NGPU={wanted} ./run_llama_train.sh, or plan.py --world-size {wanted}"
+        start *= wanted > world_size
         for name, degree in degrees.items():
             if config.dp_shard == -1 and world_size % (others * degree):
                 product = f"x {others} (product of the other degrees) = {others * degree} " * (others > 1)
-                raise ConfigError(f"parallel.{name}", f"{product}must divide the number of ranks, {world_size}")
+                raise ConfigError(f"parallel.{name}", f"{product}must divide the number of ranks, {world_size}{start}")
             others *= degree
         dp_shard = world_size // others if config.dp_shard == -1 else config.dp_shard
         if others * dp_shard != world_size:
             factors = " ".join(f"x {name} {degree}" for name, degree in degrees.items() if degree > 1)
             product = f"{factors} = {others * dp_shard} " * (others > 1)
-            message = f"{product}must equal the number of ranks, {world_size}; -1 uses all remaining ranks"
+            message = f"{product}must equal the number of ranks, {world_size}; -1 uses all remaining ranks{start}"
             raise ConfigError("parallel.dp_shard", message)
         dims = cls(**degrees, dp_shard=dp_shard, world_size=world_size)
         reshard = config.reshard_after_forward

@@ -56,6 +56,20 @@ def select_device(choice: DeviceChoice) -> torch.device:
     return device
 
 
+def existing_device(name: str | torch.device) -> torch.device:
+    """Return the device of this name, such as "cpu", "cuda" or "cuda:1". Raises ConfigError if this process has none."""
+    try:
+        device = torch.device(name)
+        if device.type == "cpu" or (
+            torch.get_device_module(device).is_available() and (device.index or 0) < gpu_count()
+        ):
+            return device
+        problem = f"torch {torch.__version__} finds no such device"
+    except (RuntimeError, AttributeError, TypeError):
+        problem = 'expected "cpu", "cuda", or one of several GPUs such as "cuda:1"'
+    raise ConfigError("", f"device {str(name)!r}: {problem}")
+
+
 def require_enough_gpus(choice: DeviceChoice, ranks: int) -> None:
     """Raise ConfigError if this node has GPUs, but fewer GPUs than ranks, or if torch cannot use its GPUs."""
     if choice == "cpu":

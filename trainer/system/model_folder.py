@@ -19,7 +19,8 @@ _KINDS: tuple[tuple[str, str], ...] = (
     # name of a file that only such a folder has -> what the folder contains, and what to do
     (
         r"adapter_config\.json",
-        "contains an adapter of the package peft, not a model; use its base model here, and the adapter as lora.init_from",
+        "contains an adapter of the package peft, not a model; use its base model here, and the adapter as lora.init_from, or a "
+        "folder with both, which peft's merge_and_unload() gives",
     ),
     (r".*\.gguf", "contains a model in llama.cpp's format GGUF; use the original model in Hugging Face's format"),
     (
@@ -68,7 +69,7 @@ def folder_problem(folder: Path) -> str:
     if is_downloading(folder):
         return "contains a download that is not complete; download the model again"
     if what := _kind(names):
-        return what
+        return what.replace("its base model", f"its base model{_base_of(folder)}")
     if "snapshots" in names or "snapshots" in folder.name:
         inner = "snapshots/*" if "snapshots" in names else "*"
         if found := sorted(folder.glob(f"{inner}/config.json")):
@@ -80,6 +81,15 @@ def _kind(names: Iterable[str]) -> str:
     """Return what a folder with these files contains if it is no model in Hugging Face's format, or ""."""
     names = list(names)
     return next((what for pattern, what in _KINDS if any(re.fullmatch(pattern, name) for name in names)), "")
+
+
+def _base_of(folder: Path) -> str:
+    """Return the base model that an adapter's adapter_config.json names, in brackets, or ""."""
+    try:
+        base = read_json_object(folder / "adapter_config.json").get("base_model_name_or_path")
+    except (OSError, ValueError):
+        return ""
+    return f" ({base})" if isinstance(base, str) and base else ""
 
 
 def _incomplete(folder: Path, names: list[str]) -> str:

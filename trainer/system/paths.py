@@ -43,6 +43,15 @@ def split_best(path: str | Path) -> tuple[Path, bool]:
     return Path(text.removesuffix(BEST) if is_best else text), is_best
 
 
+def path_error(path: str) -> str:
+    """Return the reason why a text cannot be meant as a local path, or "" if it can. Each would become a folder of this name."""
+    if scheme := re.match(r"([a-zA-Z][a-zA-Z0-9+.-]*)://", path):
+        return f"must be a local path, not a URL: copy the files to a folder, or mount {scheme[0]} as one"
+    if (path.startswith("~") or re.match(r"\$\{?[A-Za-z_]", path)) and not os.path.lexists(path):
+        return f"{path.split('/')[0]} is expanded only by a shell: write the complete path"
+    return ""
+
+
 def unreadable(error: OSError, path: str = "") -> str:
     """Return the reason why a search or a read failed, with the path. path: that of the error if the error has none, because
     the file was already open."""

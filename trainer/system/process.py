@@ -7,6 +7,7 @@ import socket
 import sys
 from pathlib import Path
 
+from trainer.system.dependencies import require_dependencies
 from trainer.system.signals import STOP_SIGNALS
 from trainer.system.streams import open_standard_streams, print_error, require_stdout
 
@@ -69,10 +70,12 @@ def die_with_parent() -> None:
 def exit_on_interrupt() -> None:
     """Let Ctrl-C print one line and exit with code 130 until `restore_interrupt` is called. Importing torch takes seconds.
 
-    Scripts call this first, so it also opens standard streams that are closed, and exits with code 2 if stdout was.
+    Scripts call this first, so it also opens standard streams that are closed, and exits with code 2 if stdout was, or if a
+    dependency is not installed.
     """
     open_standard_streams()
     require_stdout()
+    require_dependencies()
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a background job of a shell ignores SIGINT
         signal.signal(signal.SIGINT, _exit_interrupted)
 

@@ -10,8 +10,9 @@ import torch
 from trainer.batch import IGNORE_INDEX
 from trainer.config import DataConfig
 from trainer.data.sampling.loader import BatchPartition, SampleOrder, evaluation_batches, training_batches
-from trainer.data.sampling.mixture import CombinedSamples, parse_mixture
+from trainer.data.sampling.mixture import CombinedSamples
 from trainer.data.sampling.packing import pack, read_packing
+from trainer.data.sampling.phases import parse_mixture
 from trainer.data.sampling.samples import ConcatSamples, PackedSamples
 from trainer.data.store.store import TokenStore
 

@@ -7,8 +7,9 @@ from trainer.batch import Batch
 from trainer.config import ConfigError
 from trainer.data.sampling import loader
 from trainer.data.sampling.loader import SampleOrder
-from trainer.data.sampling.mixture import PERIOD, CombinedSamples, parse_mixture, require_unchanged_phases
+from trainer.data.sampling.mixture import CombinedSamples, require_unchanged_phases
 from trainer.data.sampling.permutation import permute
+from trainer.data.sampling.phases import PERIOD, parse_mixture
 from trainer.data.sampling.samples import ConcatSamples
 from trainer.data.store.store import TokenStore
 

@@ -16,7 +16,7 @@ from tests.conftest import ROOT
 from trainer.config import DataConfig
 from trainer.data.sampling import workers
 from trainer.data.sampling.loader import BatchPartition, SampleOrder, evaluation_batches, training_batches
-from trainer.data.sampling.mixture import parse_mixture
+from trainer.data.sampling.phases import parse_mixture
 from trainer.data.sampling.samples import ConcatSamples
 from trainer.data.sampling.workers import LoadingFailed, WorkerPool
 from trainer.data.store.store import TokenStore

@@ -67,7 +67,7 @@ def test_the_default_tokenizer_compresses_source_code():
 
 
 def test_llama_3_rank_files_get_its_special_tokens(tmp_path):
-    """A rank file of 128,000 tokens, as Meta's: the 256 bytes and longer ones."""
+    """A tiktoken file of 128,000 tokens, as Meta's: the 256 bytes and longer ones."""
     tokens = [bytes([i]) for i in range(256)] + [b"%07d" % i for i in range(127_744)]
     lines = [b"%s %d" % (base64.b64encode(t), rank) for rank, t in enumerate(tokens)]
     (tmp_path / "tokenizer.model").write_bytes(b"\n".join(lines))
@@ -130,7 +130,7 @@ def test_files_of_another_format_are_rejected(tmp_path):
     broken = tmp_path / "broken"
     broken.write_text("hello there you\n")
     assert error_of(TokenizerConfig(backend="tiktoken", path=str(broken))) == (
-        f"{broken} is not a tiktoken rank file (line 1)"
+        f"{broken} is not a tiktoken file (line 1)"
     )
     assert (
         error_of(TokenizerConfig(backend="sentencepiece", path=str(broken))) == f"{broken} is not a sentencepiece model"
@@ -138,7 +138,7 @@ def test_files_of_another_format_are_rejected(tmp_path):
     half = tmp_path / "half"
     half.write_bytes(b"".join(DEFAULT_FILE.read_bytes().splitlines(keepends=True)[5:]))
     assert error_of(TokenizerConfig(backend="tiktoken", path=str(half))) == (
-        f"{half} is not a tiktoken rank file: its ranks are not 0, 1, 2, ..."
+        f"{half} is not a tiktoken file: its token ids are not 0, 1, 2, ..."
     )
     endless = train_sentencepiece(tmp_path, eos_id=-1)
     assert error_of(endless) == f"{endless.path} defines no EOS token, which must end each document"

@@ -1,4 +1,4 @@
-"""Split patterns of rank files."""
+"""Split patterns of tiktoken files."""
 
 import base64
 
@@ -15,7 +15,7 @@ from trainer.data.tokenizer.byte_pair import PATTERNS
 
 
 def rank_file(folder, count):
-    """Write a rank file with the default file's ranks, shortened or extended to `count`."""
+    """Write a tiktoken file with the default file's ranks, shortened or extended to `count`."""
     lines = DEFAULT_FILE.read_bytes().splitlines()[:count]
     lines += [b"%s %d" % (base64.b64encode(b"\xff%07d" % i), i) for i in range(len(lines), count)]
     path = folder / f"{count}.tiktoken"
@@ -117,7 +117,7 @@ def test_an_unknown_rank_file_is_a_warning_until_the_pattern_is_set(tmp_path):
     path = rank_file(tmp_path, 1700)
     tokenizer = load(path)
     assert tokenizer.warnings == (
-        f"{path} is not Llama 3's rank file, but is used with Llama 3's split pattern; set tokenizer.pattern to the pattern "
+        f"{path} is not Llama 3's tiktoken file, but is used with Llama 3's split pattern; set tokenizer.pattern to the pattern "
         'with which it was trained (scripts/train_tokenizer.py: "llama3")',
     )
     explicit = load(path, pattern="llama3")
@@ -139,7 +139,7 @@ def test_the_rank_file_of_another_model_is_rejected_unless_a_pattern_is_set(tmp_
         load(path)
     assert (error.value.key, error.value.message) == (
         "tokenizer.path",
-        f"{path} has as many ranks as the file of {owner}, whose split pattern and special tokens are not Llama 3's; use a "
+        f"{path} has as many tokens as the file of {owner}, whose split pattern and special tokens are not Llama 3's; use a "
         f'tokenizer.json with backend = huggingface, or set tokenizer.pattern = "{pattern}" to train a new model with these '
         'ranks and Llama 3\'s special tokens, or to "llama3" to continue a run that began before this setting existed',
     )

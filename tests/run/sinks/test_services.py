@@ -18,12 +18,12 @@ import pytest
 from tests.conftest import ROOT
 from tests.run.sinks.runs import FLAGS, STEPS, logged_run, opened, record, recorded, train, wait_for
 from tests.training_runs import combine, in_folder
-from trainer.config import ConfigError
+from trainer.config import ConfigError, MetricsConfig
 from trainer.config.load import load_config
 from trainer.config.packages import is_installed
 from trainer.run.sinks import services
 from trainer.run.sinks.delivery import HistoryLost
-from trainer.run.sinks.services import MLflow, Trackio, Wandb
+from trainer.run.sinks.services import MLflow, Trackio, Wandb, require_access
 from trainer.testing.ranks import RankError
 
 
@@ -391,3 +391,34 @@ def test_a_folder_with_the_name_of_a_package_is_not_the_package(tmp_path, monkey
     monkeypatch.syspath_prepend(tmp_path)
     assert not is_installed("not_a_package")
     assert is_installed("torch")
+
+
+@pytest.mark.parametrize(
+    ("uri", "variable", "line"),
+    [
+        ("htp://server", "", "metrics.mlflow_tracking_uri: htp: is no scheme that MLflow knows"),
+        ("", "s3://bucket/mlruns", "MLFLOW_TRACKING_URI=s3://bucket/mlruns: s3: is no scheme that MLflow knows"),
+        ("http://server:5000", "s3://ignored", None),
+        ("postgresql+psycopg2://user@host/db", "", None),
+        ("sqlite:///mlflow.db", "", None),
+        ("", "", None),
+    ],
+)
+def test_an_unknown_scheme_of_mlflow_is_refused_before_the_run(uri, variable, line, monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", variable)
+    metrics = MetricsConfig(sinks=("jsonl", "mlflow"), mlflow_tracking_uri=uri)
+    if line is None:
+        require_access(metrics)
+        return
+    with pytest.raises(ConfigError) as error:
+        require_access(metrics)
+    assert str(error.value) == f"{line}; expected http://, https:// or a database such as sqlite:///"
+
+
+def test_wandb_without_a_key_is_refused_before_the_run(monkeypatch):
+    monkeypatch.setattr(services, "_may_log_in", lambda: False)
+    with pytest.raises(
+        ConfigError, match=r"metrics\.sinks: wandb has no API key: run `wandb login`, or set WANDB_API_KEY"
+    ):
+        require_access(MetricsConfig(sinks=("jsonl", "wandb")))
+    require_access(MetricsConfig(sinks=("jsonl",)))

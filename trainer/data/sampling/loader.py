@@ -15,8 +15,8 @@ from torch import Tensor
 
 from trainer.batch import Batch
 from trainer.config import DataConfig
-from trainer.data.sampling.mixture import PERIOD, MixturePhase
 from trainer.data.sampling.permutation import permute
+from trainer.data.sampling.phases import PERIOD, MixturePhase
 from trainer.data.sampling.samples import Samples
 from trainer.data.sampling.workers import WorkerPool, explain_read_errors
 

@@ -21,7 +21,7 @@ from trainer.data.tokenizer.tekken import TekkenTokenizer
 from trainer.system.model_folder import folder_problem, pointer_problem
 
 DEFAULT_FILE = Path(__file__).with_name("default.tiktoken")
-"""Path of the default rank file. scripts/train_tokenizer.py trained it on the Python standard library."""
+"""Path of the default tiktoken file. scripts/train_tokenizer.py trained it on the Python standard library."""
 
 # Llama 3.1's special tokens by position after the ranks. All other positions up to 256 are reserved.
 _LLAMA3_SPECIAL_TOKENS = {
@@ -43,18 +43,18 @@ def _special_tokens(first: int) -> dict[str, int]:
 
 
 def _ranks(content: bytes, path: Path) -> dict[bytes, int]:
-    """Parse a rank file. Each line contains a token's bytes in base64, a space and the token's rank."""
+    """Parse a tiktoken file. Each line contains a token's bytes in base64, a space and the token's id."""
     ranks = {}
     for number, line in enumerate(content.splitlines(), start=1):
         try:
             token, rank = line.split()
             ranks[base64.b64decode(token, validate=True)] = int(rank)
         except ValueError:
-            raise ConfigError("tokenizer.path", f"{path} is not a tiktoken rank file (line {number})") from None
+            raise ConfigError("tokenizer.path", f"{path} is not a tiktoken file (line {number})") from None
     if sorted(ranks.values()) != list(range(len(ranks))) or len(ranks) < 256:
-        raise ConfigError("tokenizer.path", f"{path} is not a tiktoken rank file: its ranks are not 0, 1, 2, ...")
+        raise ConfigError("tokenizer.path", f"{path} is not a tiktoken file: its token ids are not 0, 1, 2, ...")
     if not all(bytes([byte]) in ranks for byte in range(256)):
-        raise ConfigError("tokenizer.path", f"{path} is not a tiktoken rank file: some single bytes have no rank")
+        raise ConfigError("tokenizer.path", f"{path} is not a tiktoken file: some single bytes have no token")
     return ranks
 
 
@@ -65,24 +65,22 @@ _KNOWN_FILES = {
     199_998: ("o200k_base", "o200k"),
     200_000: ("Llama 4", "llama4"),
 }
-"""Number of ranks -> owner and pattern of a rank file whose special tokens are not Llama 3's."""
+"""Number of tokens -> owner and pattern of a tiktoken file whose special tokens are not Llama 3's."""
 _LLAMA3_RANKS = 128_000
 
 
 def _pattern_of(path: Path, content: bytes, num_ranks: int) -> tuple[str, tuple[str, ...]]:
-    """Return the pattern for a rank file if the user does not name one, and warnings. Raises ConfigError for the file of another
+    """Return the pattern for a file if the user does not name one, and warnings. Raises ConfigError for the file of another
     model."""
     if num_ranks in _KNOWN_FILES:
         owner, pattern = _KNOWN_FILES[num_ranks]
-        message = (
-            f"{path} has as many ranks as the file of {owner}, whose split pattern and special tokens are not Llama 3's"
-        )
+        message = f"{path} has as many tokens as the file of {owner}, whose split pattern and special tokens are not Llama 3's"
         way = f'set tokenizer.pattern = "{pattern}" to train a new model with these ranks and Llama 3\'s special tokens'
         way += ', or to "llama3" to continue a run that began before this setting existed'
         raise ConfigError("tokenizer.path", f"{message}; use a tokenizer.json with backend = huggingface, or {way}")
     if num_ranks == _LLAMA3_RANKS or content == DEFAULT_FILE.read_bytes():
         return "llama3", ()
-    message = f"{path} is not Llama 3's rank file, but is used with Llama 3's split pattern"
+    message = f"{path} is not Llama 3's tiktoken file, but is used with Llama 3's split pattern"
     way = 'set tokenizer.pattern to the pattern with which it was trained (scripts/train_tokenizer.py: "llama3")'
     return "llama3", (f"{message}; {way}",)
 
@@ -96,7 +94,7 @@ class TiktokenTokenizer(Tokenizer):
         """Build the tokenizer.
 
         Args:
-            content: Of a rank file.
+            content: Of a tiktoken file.
             path: Its path, for messages.
             reuse_reserved_tokens: New name -> reserved token to rename.
             pattern: Name in PATTERNS, regular expression, or "" for Llama 3's pattern.

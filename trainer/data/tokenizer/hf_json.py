@@ -29,7 +29,7 @@ def byte_to_char() -> dict[int, str]:
 
 
 def merges(ranks: Mapping[bytes, int]) -> Iterable[tuple[bytes, bytes]]:
-    """Yield the two halves of each merged token, in the order of the tokens' ranks. Rank files list only the merged tokens, so
+    """Yield the two halves of each merged token, in the order of the tokens' ranks. tiktoken files list only merged tokens, so
     the halves are recovered by applying the merges of lower rank to the token's bytes."""
     for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
         pieces = [token[i : i + 1] for i in range(len(token))]

@@ -12,8 +12,8 @@ import numpy as np
 from trainer.config import DataConfig, TrainingConfig
 from trainer.data.datasets import SINGLE, all_dataset_configs, packing_folder
 from trainer.data.prepare.prepare import bad_documents
-from trainer.data.sampling.mixture import PERIOD, MixturePhase
 from trainer.data.sampling.packing import read_counts
+from trainer.data.sampling.phases import PERIOD, MixturePhase
 from trainer.data.store.held_out import open_splits
 from trainer.data.store.store import TokenStore, read_description
 

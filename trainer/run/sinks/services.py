@@ -1,18 +1,52 @@
 """Services for experiments. Each class is a `Service` of a `Delivery`: it writes at once, and raises if it cannot."""
 
+import importlib.metadata
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from trainer.config import ConfigError, MetricsConfig
 from trainer.run.sinks.delivery import HistoryLost, first_line
 from trainer.run.sinks.sink import LoggedRun, scalars, timestamp_s
 from trainer.system import console
 
 _UNUSABLE_RUN = ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE")
 """Error codes of MLflow for a run that is unknown, deleted, or whose id has the form of another server."""
+
+
+_NO_KEY = "no API key: run `wandb login`, or set WANDB_API_KEY or WANDB_MODE=offline"
+_MLFLOW_SCHEMES = {
+    *("http", "https", "file", "databricks", "databricks-uc", "uc"),
+    *("sqlite", "postgresql", "mysql", "mssql"),  # of its databases
+}
+
+
+def require_access(metrics: MetricsConfig) -> None:
+    """Raise ConfigError if a service would refuse the records, as far as this is known without a connection."""
+    if "wandb" in metrics.sinks and not _may_log_in():
+        raise ConfigError("metrics.sinks", f"wandb has {_NO_KEY}")
+    uri = metrics.mlflow_tracking_uri or os.environ.get("MLFLOW_TRACKING_URI", "")
+    scheme = re.match(r"([\w-]+)(?:\+\w+)?:", uri)
+    plugins = (plugin.name for plugin in importlib.metadata.entry_points(group="mlflow.tracking_store"))
+    if "mlflow" in metrics.sinks and scheme and scheme[1] not in {*_MLFLOW_SCHEMES, *plugins}:
+        message = (
+            f"{scheme[1]}: is no scheme that MLflow knows; expected http://, https:// or a database such as sqlite:///"
+        )
+        if not metrics.mlflow_tracking_uri:
+            raise ConfigError("", f"MLFLOW_TRACKING_URI={uri}: {message}")
+        raise ConfigError("metrics.mlflow_tracking_uri", message)
+
+
+def _may_log_in() -> bool:
+    """Return whether W&B writes offline or has a key. Its own init would ask for the key at the terminal."""
+    import wandb
+
+    setup = wandb.setup(wandb.Settings(silent=True))
+    return setup.settings.mode != "online" or bool(wandb.login(prompt=False, verify=False))
 
 
 class Wandb:
@@ -57,10 +91,8 @@ class Wandb:
         import wandb
 
         metrics = self.run.metrics
-        setup = wandb.setup(wandb.Settings(silent=True))
-        # Otherwise init would ask for the key at the terminal.
-        if setup.settings.mode == "online" and not wandb.login(prompt=False, verify=False):
-            raise RuntimeError("no API key: run `wandb login`, or set WANDB_API_KEY or WANDB_MODE=offline")
+        if not _may_log_in():
+            raise RuntimeError(_NO_KEY)
         try:
             history = wandb.init(
                 project=metrics.project,

@@ -1,0 +1,70 @@
+"""What is said before dependencies are installed, and by commands that lack them."""
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from tests.conftest import ROOT
+from trainer.system.dependencies import MODULES, require_dependencies
+
+
+def announced(tmp_path, with_driver: bool, with_torch: bool) -> list[str]:
+    """Return the lines before an installation on Linux. with_torch: whether the environment has torch already."""
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    (tools / "uname").write_text("#!/bin/bash\necho Linux\n")
+    if with_driver:
+        (tools / "nvidia-smi").write_text("#!/bin/bash\n")
+    for tool in tools.iterdir():
+        tool.chmod(0o755)
+    venv = tmp_path / "venv"
+    if with_torch:
+        (venv / "bin").mkdir(parents=True)
+        (venv / "bin" / "python").write_text(f'#!/bin/bash\nexec {sys.executable} "$@"\n')
+        (venv / "bin" / "python").chmod(0o755)
+    code = f"source {ROOT}/scripts/environment.sh; announce_download python3 {venv}"
+    command = [shutil.which("bash"), "-c", code]
+    done = subprocess.run(command, env={"PATH": str(tools)}, capture_output=True, text=True, check=True)
+    return done.stderr.replace(str(venv), "VENV").splitlines()
+
+
+BEGIN = "python3 lacks dependencies of pyproject.toml: installing them into VENV (once; "
+SIZE = "about 3 GB to download and 5 GB on the disk, most of it torch with CUDA)"
+
+
+def test_an_installation_says_what_it_downloads(tmp_path):
+    assert announced(tmp_path, with_driver=True, with_torch=False) == [BEGIN + SIZE]
+
+
+@pytest.mark.skipif(os.path.exists("/dev/kfd"), reason="this machine has a GPU driver")
+def test_an_installation_without_a_gpu_driver_names_the_build_for_cpus(tmp_path):
+    first, second = announced(tmp_path, with_driver=False, with_torch=False)
+    assert first == BEGIN + SIZE
+    assert second == (
+        "no GPU driver found; torch for CPUs has 0.2 GB to download instead: press Ctrl-C, run python3 -m venv VENV && "
+        "VENV/bin/pip install torch --index-url https://download.pytorch.org/whl/cpu, then repeat the command"
+    )
+
+
+def test_an_installation_that_has_torch_already_announces_the_rest(tmp_path):
+    lines = announced(tmp_path, with_driver=False, with_torch=True)
+    assert lines == [BEGIN + "less than 0.2 GB, because torch is there)"]
+
+
+def test_a_command_outside_the_environment_is_one_line(monkeypatch, capsys):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in ("torch", "tomli") else name)
+    with pytest.raises(SystemExit) as exit:
+        require_dependencies()
+    line = capsys.readouterr().err
+    assert exit.value.code == 2 and line.startswith(f"{sys.executable} lacks tomli, torch: ")
+    assert line.count("\n") == 1 and ("run_llama_train.sh installs them into" in line or "use " in line)
+
+
+def test_the_checked_modules_are_those_of_the_environment():
+    text = (ROOT / "scripts" / "environment.sh").read_text()
+    listed = text.split('local modules="')[1].split(" $1")[0].split()
+    assert sorted(listed) == sorted([*MODULES, "google.protobuf"])

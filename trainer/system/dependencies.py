@@ -1,0 +1,32 @@
+"""A check that this Python has the dependencies of pyproject.toml. Commands call it before they import the first of them."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+from trainer.system.streams import print_error
+
+MODULES = [
+    "jinja2",
+    "numpy",
+    "safetensors",
+    "sentencepiece",
+    "tensorboard",
+    "tiktoken",
+    "tomli",
+    "torch",
+    "tqdm",
+    "xxhash",
+]
+_ROOT = Path(__file__).parents[2]
+
+
+def require_dependencies() -> None:
+    """If a dependency is not installed, print one line and exit with code 2."""
+    missing = [name for name in MODULES if importlib.util.find_spec(name) is None]
+    if not missing:
+        return
+    own = _ROOT / ".venv" / "bin" / "python"
+    use = f"use {own}" if own.exists() else f"{_ROOT / 'run_llama_train.sh'} installs them into {own.parents[1]}"
+    print_error(f"{sys.executable} lacks {', '.join(missing)}: {use}")
+    sys.exit(2)
