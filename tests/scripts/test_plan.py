@@ -141,7 +141,7 @@ def test_a_plot_without_matplotlib_leaves_no_file(monkeypatch, tmp_path):
 
 def test_a_search_ranks_layouts_and_prints_the_settings_of_the_best():
     small = ["--config", "train_configs/llama3_8b.toml", "--model.overrides.n_layers", "2", "--training.seq_len", "512"]
-    run = [*small, "--training.global_batch_size", "8", "--world-size", "4", "--memory-gib", "21", "--device", "a100"]
+    run = [*small, "--training.global_batch_size", "8", "--world-size", "4", "--memory-gib", "17", "--device", "a100"]
     run += ["--gpus-per-node", "1"]
     ended = plan(*run, "--search", "--max-candidates", "3")
     assert ended.returncode == 0, ended.stderr

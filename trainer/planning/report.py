@@ -129,11 +129,16 @@ def run_duration(estimate: RunEstimate, price: float | None) -> str:
     return f"{steps:,} steps ({tokens}): {_duration(seconds, estimate.hardware.world_size, price)}"
 
 
-def _duration(seconds: float, world_size: int, price: float | None) -> str:
+def time_text(seconds: float) -> str:
+    """Return a duration as text, in the largest unit of which it has at least two."""
     unit, unit_s = next((u for u in _TIME_UNITS if seconds >= 2 * u[1]), _TIME_UNITS[-1])
+    return f"{seconds / unit_s:,.1f} {unit}"
+
+
+def _duration(seconds: float, world_size: int, price: float | None) -> str:
     device_hours = seconds / 3600 * world_size
     devices = f"{world_size:,} device{'s' * (world_size > 1)}"
-    text = f"at least {seconds / unit_s:,.1f} {unit} on {devices}, {device_hours:,.4g} device hours"
+    text = f"at least {time_text(seconds)} on {devices}, {device_hours:,.4g} device hours"
     return f"{text}, price {device_hours * price:,.2f}" if price else text
 
 

@@ -187,6 +187,7 @@ def search(config: Config, hardware: Hardware, max_candidates: int) -> tuple[int
     likely = ranked(found, hardware)
     with suppress(ConfigError):
         resolved = resolve(without_compiler(config), hardware.world_size)
+        likely = [entry for entry in likely if entry[-1].config != config]
         likely.insert(0, (math.inf, False, Candidate({}, config, resolved)))
     results: list[tuple[Candidate, RunEstimate]] = []
     while likely and len(results) < max_candidates:
