@@ -37,7 +37,7 @@ from trainer.config.command_line import (
 from trainer.planning.estimate import MAX_RANKS, Hardware, estimate, this_machine
 from trainer.planning.report import as_json, as_text, canvas, draw, headline, ranking
 from trainer.planning.search import search
-from trainer.runtime.accelerators import ACCELERATORS, SHORT_NAMES, AcceleratorSpec
+from trainer.runtime.accelerators import ACCELERATORS, SHORT_NAMES, AcceleratorSpec, short_name
 from trainer.system.units import GIB
 
 RATES = {
@@ -63,10 +63,12 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = Arguments(__doc__, settings=True)
     add = parser.add_argument
     add("--world-size", type=number(int, 1, MAX_RANKS), default=8, metavar="N", help="number of ranks")
-    add("--device", choices=[*SHORT_NAMES, "cpu"], default="h100", help="cpu: this machine")
+    devices_help = f"{', '.join(SHORT_NAMES)}, a name as torch reports it, or cpu: this machine"
+    add("--device", default="h100", metavar="NAME", help=devices_help)
     from_hf_help = "config.json of a model in Hugging Face's format, or its folder (short for --model.huggingface)"
     add("--from-hf", type=Path, metavar="PATH", help=from_hf_help)
     add("--tokens", type=positive_float, metavar="N", help="report the time to train on N tokens")
+    add("--price-per-gpu-hour", type=positive_float, metavar="X", help="report the price of the run, in the unit of X")
     reserve_help = "device memory that the allocator cannot use: driver context, NCCL buffers"
     add("--reserve-gib", type=non_negative_float, default=2.0, metavar="X", help=reserve_help)
     add("--search", action="store_true", help="compare parallel layouts, and print the settings of the fastest")
@@ -82,8 +84,11 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     for flag, (field, text) in RATES.items():
         group.add_argument(f"--{flag}-gbs", dest=field, type=positive_float, metavar="X", help=text)
     args, settings = parser.parse_known_args(argv)
+    args.device = short_name("--device", args.device, others=("cpu",))
     if args.search and (args.json or args.tokens or args.plot):
         parser.error("--search prints a table: it cannot be combined with --json, --tokens or --plot")
+    if args.json and args.price_per_gpu_hour:
+        parser.error("--price-per-gpu-hour: cannot be combined with --json")
     if args.max_candidates and not args.search:
         parser.error(f"--max-candidates {args.max_candidates}: requires --search")
     if args.device == "cpu" and (args.host_memory_gib or args.pcie_bandwidth or args.host_memory_bandwidth):
@@ -103,12 +108,12 @@ def main() -> None:
         figure = canvas(args.plot, "--plot") if args.plot else None
         if args.search:
             num_layouts, found = search(config, hardware, args.max_candidates or 24)
-            print(ranking(num_layouts, found))
+            print(ranking(num_layouts, found, args.price_per_gpu_hour))
             sys.exit(0 if found[0][1].fits else 1)
         result = estimate(config, hardware)
     if figure is not None:
         draw(figure, args.plot, result.largest, headline(result, args.device), accelerator.memory_gib)
-    print(as_json(result) if args.json else as_text(result, args.device, args.tokens))
+    print(as_json(result) if args.json else as_text(result, args.device, args.tokens, args.price_per_gpu_hour))
     sys.exit(0 if result.fits else 1)
 
 

@@ -138,8 +138,7 @@ def build_trainer(
     log_summary(config, resolved, device, deterministic, _attention_kernels(config, resolved, device))
     share = run_on_rank_0(lambda: target_share(datasets.training))
     log_data(config, resolved.grad_accum, datasets, epochs_of(config.training, datasets, state), share)
-    blocks = [part.get_submodule(resolved.plan.blocks_path) for part in model_parts.values()]
-    stragglers = _build_stragglers(config, blocks, device)
+    stragglers = _build_stragglers(config, resolved, model_parts.values(), device)
     logged = LoggedRun(config.run.name, folder, config.training.steps, config.metrics)
     sinks = build_sinks(config.metrics.sinks, logged, is_writer=dist.get_rank() == 0)
     stop = StopRequest()
@@ -171,11 +170,12 @@ def _attention_kernels(config: Config, resolved: ResolvedRun, device: torch.devi
     return ", ".join(dict.fromkeys(kernel_name(kind, (q, k), dims.cp, by_document, dtype, device) for kind in kinds))
 
 
-def _build_stragglers(config: Config, blocks: Iterable[nn.Module], device: torch.device) -> StragglerDetector:
-    """blocks: the container of the blocks of each stage."""
+def _build_stragglers(
+    config: Config, resolved: ResolvedRun, model_parts: Iterable[nn.Module], device: torch.device
+) -> StragglerDetector:
     stragglers = StragglerDetector(config.resilience.straggler_ratio, device)
-    for container in blocks:
-        stragglers.time_blocks_of(container)
+    for part in model_parts:
+        stragglers.time_blocks_of(part.get_submodule(resolved.plan.blocks_path))
     return stragglers
 
 

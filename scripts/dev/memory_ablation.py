@@ -24,7 +24,7 @@ from trainer.config.command_line import Arguments, number, run_to_end
 from trainer.config.load import load_config
 from trainer.planning.estimate import MAX_RANKS, Hardware, estimate
 from trainer.runtime import device as devices
-from trainer.runtime.accelerators import ACCELERATORS, SHORT_NAMES
+from trainer.runtime.accelerators import ACCELERATORS, SHORT_NAMES, short_name
 from trainer.system.units import GIB
 from trainer.testing.allocations import build_step, measure, silence_profiler
 from trainer.testing.layouts import Table, flags, settings_of, with_default_model
@@ -63,7 +63,7 @@ def cumulative(techniques: Sequence[str], argv: Sequence[str]) -> Iterator[tuple
 def main() -> None:
     silence_profiler()
     parser = Arguments(__doc__, settings=True)
-    parser.add_argument("--device", choices=SHORT_NAMES, help="plan for this device instead of measuring")
+    parser.add_argument("--device", metavar="NAME", help="plan for this device, such as h100, instead of measuring")
     parser.add_argument(
         "--world-size", type=number(int, 1, MAX_RANKS), default=1, metavar="N", help="number of ranks of a plan"
     )
@@ -72,6 +72,8 @@ def main() -> None:
         "--techniques", nargs="+", choices=TECHNIQUES, default=list(TECHNIQUES), metavar="NAME", help=names_help
     )
     args, argv = parser.parse_known_args()
+    if args.device:
+        args.device = short_name("--device", args.device)
     if args.world_size > 1 and not args.device:
         parser.error(f"--world-size {args.world_size}: has no effect without --device")
     runs = list(cumulative(args.techniques, argv))

@@ -24,6 +24,7 @@ ACCELERATOR = AcceleratorSpec(
     host_memory_gib=100,
     host_memory_bandwidth=50e9,
     pcie_bandwidth=20e9,
+    source="",
 )
 
 

@@ -1,6 +1,7 @@
 """scripts/plan.py, as users call it."""
 
 import json
+import re
 import sys
 
 import pytest
@@ -11,25 +12,41 @@ from tests.commands import run_script
 from trainer.checkpoint.huggingface import read_architecture
 from trainer.config import ConfigError
 from trainer.planning.recorder import MEMORY_CATEGORIES
+from trainer.runtime.accelerators import SHORT_NAMES
 
 
 def plan(*flags):
     return run_script("scripts/plan.py", *flags)
 
 
+def number(text):
+    return float(text.replace(",", ""))
+
+
 def test_a_run_is_planned_without_its_files():
-    ended = plan("--config", "train_configs/llama3_8b.toml", "--model.overrides.n_layers", "2", "--tokens", "1e12")
+    price = ["--price-per-gpu-hour", "2.5"]
+    ended = plan(
+        "--config", "train_configs/llama3_8b.toml", "--model.overrides.n_layers", "2", "--tokens", "1e12", *price
+    )
     assert ended.returncode == 0, ended.stderr
-    assert "\nfits: " in ended.stdout and "% MFU" in ended.stdout and "1e+12 tokens: " in ended.stdout
+    assert "\nfits: " in ended.stdout and "% MFU" in ended.stdout
+    rate, per_device = re.search(r" ([\d,]+) tokens per second \(([\d,]+) per device\)", ended.stdout).groups()
+    assert number(per_device) == pytest.approx(number(rate) / 8, abs=1)
+    pattern = r"  1e\+12 tokens: at least ([\d,.]+) days on 8 devices, ([\d,.e+]+) device hours, price ([\d,.]+)\n"
+    days, hours, price = map(number, re.search(pattern, ended.stdout).groups())
+    assert days == pytest.approx(1e12 / number(rate) / 86400, abs=0.1)
+    assert hours == pytest.approx(24 * 8 * days, rel=1e-2) and price == pytest.approx(2.5 * hours, rel=1e-3)
+    assert re.search(r"\n  20,000 steps \(2\.1e\+10 tokens\): at least [\d.]+ (days|hours) on 8 devices", ended.stdout)
+    assert "\n  rank 0 has its peak in forward of the output with its loss, because of " in ended.stdout
     assert "8 x h100 (dp_shard 8)" in ended.stdout
 
 
-def test_a_plot_shows_every_category_of_memory(tmp_path):
+def test_a_plot_shows_every_category_of_memory_and_the_device_memory(tmp_path):
     plot_file = tmp_path / "memory.svg"
     ended = plan("--config", "train_configs/debug.toml", "--world-size", "2", "--plot", str(plot_file))
     assert ended.returncode == 0, ended.stderr
     drawn = plot_file.read_text()
-    for text in (*MEMORY_CATEGORIES, "peak", "grey: backward"):
+    for text in (*MEMORY_CATEGORIES, "peak", "grey: backward", "device memory: 79.1 GiB"):
         assert text in drawn, text
 
 
@@ -71,6 +88,9 @@ def test_a_run_that_does_not_fit_exits_with_code_1():
     assert ended.returncode == 1, ended.stderr
     report = json.loads(ended.stdout)
     assert report["fits"] is False and report["free_bytes"] < 0
+    assert report["is_tight"] is False and report["margin_bytes"] == 2**30
+    assert report["tokens_per_second_per_device"] == pytest.approx(report["tokens_per_second"] / 4)
+    assert report["run_s"] == pytest.approx(20_000 * report["step_time_s"])
     (rank,) = report["ranks"]
     assert sum(rank["by_category"].values()) == rank["peak_bytes"]
     assert sum(n for categories in rank["by_module"].values() for n in categories.values()) == rank["peak_bytes"]
@@ -93,12 +113,13 @@ def test_a_run_that_does_not_fit_exits_with_code_1():
             ["--search", "--world-size", "5", "--training.global_batch_size", "32"],
             "--training.global_batch_size 32: must be a multiple of local_batch_size 4 x 5 data-parallel ranks = 20",
         ),
+        (["--json", "--price-per-gpu-hour", "2"], "--price-per-gpu-hour: cannot be combined with --json"),
         (["--max-candidates", "3"], "--max-candidates 3: requires --search"),
         (
             ["--device", "cpu", "--pcie-gbs", "3"],
             "--device cpu: a CPU has no separate host memory; remove the flags for host memory and PCIe",
         ),
-        (["--device", "h101"], "argument --device: invalid choice: 'h101'"),
+        (["--device", "h101"], f"--device h101: expected one of {', '.join(SHORT_NAMES)}, cpu; did you mean 'h100'?"),
         (["--training.stpes", "4"], "--training.stpes: unknown setting; did you mean '--training.steps'?"),
         (
             ["--compile.enabled", "true", "--activation_checkpoint.mode", "budget"],
@@ -120,19 +141,24 @@ def test_a_plot_without_matplotlib_leaves_no_file(monkeypatch, tmp_path):
 
 def test_a_search_ranks_layouts_and_prints_the_settings_of_the_best():
     small = ["--config", "train_configs/llama3_8b.toml", "--model.overrides.n_layers", "2", "--training.seq_len", "512"]
-    run = [*small, "--training.global_batch_size", "8", "--world-size", "4", "--memory-gib", "16", "--device", "a100"]
+    run = [*small, "--training.global_batch_size", "8", "--world-size", "4", "--memory-gib", "17", "--device", "a100"]
     run += ["--gpus-per-node", "1"]
     ended = plan(*run, "--search", "--max-candidates", "3")
     assert ended.returncode == 0, ended.stderr
-    count, table, settings, command_line = ended.stdout.split("\n\n")
+    count, table, *_, settings, command_line, duration = ended.stdout.split("\n\n")
+    assert duration.startswith("20,000 steps (8.19e+07 tokens): at least ")
     assert count == f"3 of {count.split()[2]} layouts simulated"
-    rows = [line.split() for line in table.splitlines()[1:]]
-    fitting = [float(row[0].replace(",", "")) for row in rows if "no" not in row[4]]
-    assert fitting == sorted(fitting, reverse=True) and "(as configured)" in table
+    rows = [
+        re.match(r" *([\d,]+) +[\d,]+ +[\d.]+% +[\d.]+ [GM]iB (      |tight |no fit) ", line)
+        for line in table.splitlines()[1:]
+    ]
+    found = [({"      ": 0, "tight ": 1, "no fit": 2}[row[2]], -number(row[1])) for row in rows]
+    assert found == sorted(found) and found[0][0] == 0 and "(as configured)" in table
     first, *best_flags = command_line.split()
     assert first == "or:" and best_flags == flags(tomli.loads(settings))
     best = plan(*run, *best_flags)
-    assert best.returncode == 0 and f"{fitting[0]:,.0f} tokens per second" in best.stdout
+    assert best.returncode == 0 and f"{-found[0][1]:,.0f} tokens per second" in best.stdout
+    assert "; tight: " not in best.stdout
 
 
 def flags(settings):

@@ -37,10 +37,14 @@ def resolve_compilation(choice: Literal["auto"] | bool, parallel: ParallelConfig
     """Return whether blocks are compiled. choice: value of the setting."""
     if choice != "auto":
         return choice
-    splits_backward = parallel.pp > 1 and SCHEDULES[parallel.pipeline_schedule].splits_backward
     has_compiler = any(map(shutil.which, filter(None, (os.environ.get("CC"), "cc", "gcc", "clang"))))
     has_headers = os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h"))  # Triton compiles with them
-    return on_gpu and has_compiler and has_headers and not splits_backward
+    return on_gpu and has_compiler and has_headers and can_compile(parallel)
+
+
+def can_compile(parallel: ParallelConfig) -> bool:
+    """Return whether blocks can be compiled in this layout."""
+    return parallel.pp == 1 or not SCHEDULES[parallel.pipeline_schedule].splits_backward
 
 
 def check_supported(

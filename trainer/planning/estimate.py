@@ -1,11 +1,12 @@
 """Estimate of the memory and speed of a run, from simulations of a few ranks."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
-from trainer.config import CompileConfig, Config, ConfigError
+from trainer.config import Config, ConfigError
+from trainer.parallel.validate import can_compile
 from trainer.planning.roofline import StepTime, pipeline_bubble, step_time
-from trainer.planning.simulate import Simulation, simulate
+from trainer.planning.simulate import Simulation, simulate, without_compiler
 from trainer.run.resolve import ResolvedRun, resolve
 from trainer.runtime.accelerators import AcceleratorSpec
 from trainer.system.process import cores, meminfo
@@ -13,6 +14,12 @@ from trainer.system.units import GIB
 
 MAX_RANKS = 10**5
 """Maximum world size of a plan. Fake process groups take a minute to create for this number of ranks."""
+
+FRAGMENTATION = 0.1
+"""Fraction of device memory that fragmentation of the allocator may waste."""
+COMPILED_EXTRA = 0.1
+"""Fraction of the planned peak that compiled blocks may need in addition if nothing is recomputed. On an H200, two such runs
+needed 0.07 and 0.09 (docs/performance.md)."""
 
 
 def this_machine() -> AcceleratorSpec:
@@ -85,6 +92,22 @@ class RunEstimate:
         return self.free_bytes >= 0 and self.host_free_bytes >= 0
 
     @property
+    def margin_bytes(self) -> float:
+        """Number of bytes of device memory that should stay free, because a run may need more than is simulated."""
+        return margin_bytes(self.config, self.hardware, self.largest.peak)
+
+    @property
+    def is_tight(self) -> bool:
+        """Whether the run fits, but leaves less memory free than the margin."""
+        return self.fits and self.free_bytes < self.margin_bytes
+
+    @property
+    def sort_key(self) -> tuple[bool, bool, float]:
+        """Sort key: a run that keeps the margin comes before a tight one, which comes before one that does not fit; of two
+        such runs, the faster one comes first."""
+        return not self.fits, self.is_tight, -self.tokens_per_second
+
+    @property
     def tokens_per_second(self) -> float:
         training = self.config.training
         return training.global_batch_size * training.seq_len / self.slowest.total_s
@@ -99,10 +122,13 @@ class RunEstimate:
         return int(self.resolved.num_trained * self.simulations[0].state_per_parameter)
 
 
-def without_compiler(config: Config) -> Config:
-    """Return the settings of an eager run, because the compiler cannot be simulated."""
-    parallel = replace(config.parallel, async_tensor_parallel=False)
-    return replace(config, compile=CompileConfig(enabled=False), parallel=parallel)
+def margin_bytes(config: Config, hardware: Hardware, peak: float) -> float:
+    """Return the number of bytes of device memory that a run with a planned peak should leave free."""
+    compiled = config.compile.enabled
+    if compiled == "auto":  # where there is a C compiler
+        compiled = hardware.is_gpu and can_compile(config.parallel)
+    extra = COMPILED_EXTRA * peak if compiled and config.activation_checkpoint.mode == "none" else 0.0
+    return FRAGMENTATION * hardware.accelerator.memory_gib * GIB + extra
 
 
 def representative_ranks(resolved: ResolvedRun) -> list[int]:
@@ -117,7 +143,6 @@ def estimate(config: Config, hardware: Hardware) -> RunEstimate:
         raise ConfigError(
             "activation_checkpoint.mode", "cannot be planned, because the compiler selects the activations to save"
         )
-    config = without_compiler(config)
-    resolved = resolve(config, hardware.world_size)
+    resolved = resolve(without_compiler(config), hardware.world_size)
     jobs = [(config, rank) for rank in representative_ranks(resolved)]
     return RunEstimate(config, resolved, simulate(jobs, hardware.world_size, hardware.is_gpu), hardware)

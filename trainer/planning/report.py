@@ -8,7 +8,8 @@ from typing import Any
 
 from trainer.config import ConfigError
 from trainer.config.packages import require_package
-from trainer.planning.estimate import RunEstimate
+from trainer.planning.estimate import FRAGMENTATION, RunEstimate
+from trainer.planning.peak import explain, place, remedies
 from trainer.planning.recorder import MEMORY_CATEGORIES
 from trainer.planning.roofline import BANDWIDTH_EFFICIENCY, FLOPS_EFFICIENCY, NETWORK_EFFICIENCY, wire_bytes
 from trainer.planning.search import Candidate
@@ -18,9 +19,10 @@ from trainer.system.units import GIB
 PLOT_FORMATS = (".png", ".svg", ".pdf")
 COLORS = ("#4477aa", "#66ccee", "#228833", "#ccbb44", "#ee6677", "#aa3377", "#bbbbbb")
 """Colors of MEMORY_CATEGORIES, distinguishable by color-blind readers (Tol, "Colour schemes")."""
+_BROKEN_AXIS = 3
+"""Ratio of the device memory to the peak from which the vertical axis of a plot is broken."""
 _DAY_S = 86400
-_TIGHT = 0.1
-"""Fraction of device memory that fragmentation may waste."""
+_TIME_UNITS = (("days", _DAY_S), ("hours", 3600), ("minutes", 60), ("seconds", 1))
 
 
 def format_bytes(num_bytes: float) -> str:
@@ -33,12 +35,13 @@ def headline(estimate: RunEstimate, device: str) -> str:
     return f"{estimate.config.run.name}: {parameters}, {resolved.dims.world_size} x {device} ({resolved.dims})"
 
 
-def as_text(estimate: RunEstimate, device: str, tokens: float | None) -> str:
+def as_text(estimate: RunEstimate, device: str, tokens: float | None, price: float | None) -> str:
     """Return the report for a terminal.
 
     Args:
         device: Value of --device.
-        tokens: Number of tokens of the training whose duration is reported. None: no duration.
+        tokens: Number of tokens whose duration is reported, beside the duration of the run's steps. None: only the latter.
+        price: Price of a device for an hour. None: no price.
     """
     training = estimate.config.training
     step = f"{training.global_batch_size} samples of {training.seq_len} tokens per step"
@@ -50,7 +53,7 @@ def as_text(estimate: RunEstimate, device: str, tokens: float | None) -> str:
         "",
         *_traffic_lines(estimate.largest),
         "",
-        *_time_lines(estimate, tokens),
+        *_time_lines(estimate, tokens, price),
         f"checkpoint: {format_bytes(estimate.checkpoint_bytes)}",
         *_verdict_lines(estimate),
     ]
@@ -67,7 +70,7 @@ def _memory_lines(estimate: RunEstimate) -> list[str]:
     lines.append(row("total", (format_bytes(s.peak) for s in simulations)))
     if largest.host:
         lines.append(row("host memory", (format_bytes(s.host) for s in simulations)))
-    lines += [f"  rank {largest.rank}: in {largest.peak_at}", "", f"memory of rank {largest.rank} by module"]
+    lines += [f"  {explain(estimate)}", "", f"memory of rank {largest.rank} by module"]
     groups: dict[str, Counter[str]] = {}
     for module, categories in largest.by_module.items():  # one group for all blocks
         groups.setdefault(module.partition(".")[0] or "(other)", Counter()).update(categories)
@@ -87,7 +90,7 @@ def _traffic_lines(simulation: Simulation) -> list[str]:
     return lines
 
 
-def _time_lines(estimate: RunEstimate, tokens: float | None) -> list[str]:
+def _time_lines(estimate: RunEstimate, tokens: float | None, price: float | None) -> list[str]:
     time, accelerator, rate = estimate.slowest, estimate.hardware.accelerator, estimate.tokens_per_second
     world_size = estimate.hardware.world_size
     flops = estimate.simulations[estimate.times.index(time)].flops
@@ -97,13 +100,14 @@ def _time_lines(estimate: RunEstimate, tokens: float | None) -> list[str]:
     )
     bubble = f", bubble {100 * time.bubble:.1f} %" * (time.bubble > 0)
     lines = [
-        f"step time: {time.total_s:.3g} s, {100 * estimate.mfu:.1f} % MFU, {rate:,.0f} tokens per second, "
-        f"{rate * _DAY_S:,.3g} per day; bound by {time.bound}",
+        f"step time: {time.total_s:.3g} s, {100 * estimate.mfu:.1f} % MFU, {rate:,.0f} tokens per second "
+        f"({rate / world_size:,.0f} per device), {rate * _DAY_S:,.3g} per day; bound by {time.bound}",
         f"  matmuls {time.matmuls_s:.3g} s ({flops / 1e12:,.4g} TFLOP), other operators {time.memory_s:.3g} s, exposed "
         f"collectives {time.exposed_comm_s:.3g} s, overlapped collectives {time.overlapped_comm_s:.3g} s{bubble}",
         f"  assumed: {compute} of {peak_flops / 1e12:,g} TFLOP/s, {memory} of {accelerator.memory_bandwidth / 1e9:,.0f} GB/s "
         f"memory bandwidth, {network} of {accelerator.intra_node_bandwidth / 1e9:,.0f} GB/s in a node of "
-        f"{min(accelerator.gpus_per_node, world_size)} and of {accelerator.inter_node_bandwidth / 1e9:,.0f} GB/s between nodes",
+        f"{min(accelerator.gpus_per_node, world_size)} and of {accelerator.inter_node_bandwidth / 1e9:,.3g} GB/s between nodes",
+        f"  figures of the device: {accelerator.source}",
     ]
     if estimate.largest.host:
         lines.append(
@@ -111,17 +115,40 @@ def _time_lines(estimate: RunEstimate, tokens: float | None) -> list[str]:
             f"{time.host_update_s:.3g} s; assumed: {network} of {accelerator.pcie_bandwidth / 1e9:,.0f} GB/s, "
             f"{memory} of {accelerator.host_memory_bandwidth / 1e9:,.0f} GB/s memory bandwidth"
         )
+    lines.append(f"  {run_duration(estimate, price)}")
     if tokens:
-        days = tokens / rate / _DAY_S
-        lines.append(f"  {tokens:,.3g} tokens: {days:,.1f} days, {days * world_size * 24:,.0f} device hours")
+        lines.append(f"  {tokens:,.3g} tokens: {_duration(tokens / rate, world_size, price)}")
     return lines
+
+
+def run_duration(estimate: RunEstimate, price: float | None) -> str:
+    """Return the text about the duration of the run's steps. price: price of a device for an hour."""
+    steps = estimate.config.training.steps
+    seconds = steps * estimate.slowest.total_s
+    tokens = f"{estimate.tokens_per_second * seconds:,.3g} tokens"
+    return f"{steps:,} steps ({tokens}): {_duration(seconds, estimate.hardware.world_size, price)}"
+
+
+def time_text(seconds: float) -> str:
+    """Return a duration as text, in the largest unit of which it has at least two."""
+    unit, unit_s = next((u for u in _TIME_UNITS if seconds >= 2 * u[1]), _TIME_UNITS[-1])
+    return f"{seconds / unit_s:,.1f} {unit}"
+
+
+def _duration(seconds: float, world_size: int, price: float | None) -> str:
+    device_hours = seconds / 3600 * world_size
+    devices = f"{world_size:,} device{'s' * (world_size > 1)}"
+    text = f"at least {time_text(seconds)} on {devices}, {device_hours:,.4g} device hours"
+    return f"{text}, price {device_hours * price:,.2f}" if price else text
 
 
 def _verdict_lines(estimate: RunEstimate) -> list[str]:
     accelerator, free = estimate.hardware.accelerator, estimate.free_bytes
     usable = f"{accelerator.memory_gib:.4g} GiB minus {format_bytes(estimate.hardware.reserved_bytes)} reserved"
-    is_tight = 0 <= free < _TIGHT * accelerator.memory_gib * GIB
-    lines = [_verdict(free, usable) + "; tight: fragmentation may take a tenth of the memory" * is_tight]
+    is_tight = 0 <= free < estimate.margin_bytes
+    lines = [_verdict(free, usable) + f"; tight: {_margin(estimate)} should stay free" * is_tight]
+    if (is_tight or free < 0) and (flags := remedies(estimate)):
+        lines.append(f"to need less memory: {' or '.join(flags)} (docs/memory.md)")
     if estimate.largest.host:
         share = f"{accelerator.host_memory_gib:g} GiB, the share of one device"
         lines.append(f"host memory: {_verdict(estimate.host_free_bytes, share)}")
@@ -134,27 +161,45 @@ def _verdict(free_bytes: float, memory: str) -> str:
     return f"fits: {format_bytes(free_bytes)} free of {memory}"
 
 
-def ranking(num_layouts: int, found: Sequence[tuple[Candidate, RunEstimate]]) -> str:
+def _margin(estimate: RunEstimate) -> str:
+    """Return the size of the margin and its parts as text."""
+    fragmentation = FRAGMENTATION * estimate.hardware.accelerator.memory_gib * GIB
+    parts = "a tenth of the memory for fragmentation"
+    if estimate.margin_bytes > fragmentation:
+        parts += ", and a tenth of the peak because compiled blocks without recomputation may need it"
+    return f"{format_bytes(estimate.margin_bytes)} ({parts})"
+
+
+def ranking(num_layouts: int, found: Sequence[tuple[Candidate, RunEstimate]], price: float | None) -> str:
     """Return the table of candidates as text.
 
     Args:
         num_layouts: Number of legal layouts.
         found: Simulated candidates, best first.
+        price: Price of a device for an hour. None: no price.
     """
     lines = [f"{len(found)} of {num_layouts} layouts simulated", ""]
-    lines.append(f"{'tokens/s':>12} {'MFU':>6} {'memory':>11}        bound by")
+    lines.append(f"{'tokens/s':>12} {'per device':>10} {'MFU':>6} {'memory':>11}        bound by")
     for candidate, estimate in found:
-        fits = "" if estimate.fits else "no fit"
+        fits = ("tight" if estimate.is_tight else "") if estimate.fits else "no fit"
+        rate = estimate.tokens_per_second
         lines.append(
-            f"{estimate.tokens_per_second:>12,.0f} {100 * estimate.mfu:>5.1f}% {format_bytes(estimate.largest.peak):>11} "
-            f"{fits:<6} {estimate.slowest.bound:<28} {candidate}"
+            f"{rate:>12,.0f} {rate / estimate.hardware.world_size:>10,.0f} {100 * estimate.mfu:>5.1f}% "
+            f"{format_bytes(estimate.largest.peak):>11} {fits:<6} {estimate.slowest.bound:<28} {candidate}"
         )
     best, estimate = found[0]
     if not estimate.fits:
-        lines += ["", "none of the simulated layouts fits"]
-    elif best.settings:
-        lines += ["", best.toml(), "", "or: " + " ".join(best.flags())]
-    return "\n".join(lines)
+        return "\n".join([*lines, "", "none of the simulated layouts fits"])
+    if any(other.is_tight for _, other in found):
+        lines += ["", "tight: fits, but leaves less memory free than fragmentation and the compiler may need"]
+        if estimate.is_tight:
+            lines.append(
+                f"every simulated layout that fits is tight; of the best one, {_margin(estimate)} should stay free"
+            )
+    chosen = (
+        [best.toml(), "", "or: " + " ".join(best.flags())] if best.settings else ["the configured layout is the best"]
+    )
+    return "\n".join([*lines, "", *chosen, "", run_duration(estimate, price)])
 
 
 def as_json(estimate: RunEstimate) -> str:
@@ -164,12 +209,17 @@ def as_json(estimate: RunEstimate) -> str:
             "world_size": estimate.resolved.dims.world_size,
             "parameters": estimate.resolved.num_parameters,
             "fits": estimate.fits,
+            "is_tight": estimate.is_tight,
             "free_bytes": int(estimate.free_bytes),
+            "margin_bytes": int(estimate.margin_bytes),
             "host_free_bytes": int(estimate.host_free_bytes),
+            "peak": explain(estimate),
             "ranks": [_rank_as_json(simulation) for simulation in estimate.simulations],
             "step_time_s": time.total_s,
             "mfu_percent": 100 * estimate.mfu,
             "tokens_per_second": estimate.tokens_per_second,
+            "tokens_per_second_per_device": estimate.tokens_per_second / estimate.hardware.world_size,
+            "run_s": estimate.config.training.steps * time.total_s,
             "bound": time.bound,
             "matmuls_s": time.matmuls_s,
             "memory_s": time.memory_s,
@@ -217,22 +267,32 @@ def canvas(path: Path, option: str) -> Any:
 
 
 def draw(figure: Any, path: Path, simulation: Simulation, title: str, limit_gib: float) -> None:
-    """Draw memory by category over the operators of the step. limit_gib: device memory. It is drawn if the peak is near it."""
-    axes = figure.add_subplot()
+    """Draw memory by category over the operators of the step, and a line at the device memory. If the peak is far below it, the
+    vertical axis is broken between the two. limit_gib: device memory."""
+    peak = simulation.peak / GIB
+    axes = limit_axes = None
+    if limit_gib < _BROKEN_AXIS * peak:
+        axes = limit_axes = figure.add_subplot()
+        axes.set_ylim(0, 1.1 * max(peak, limit_gib))
+    else:
+        limit_axes, axes = figure.subplots(2, 1, sharex=True, height_ratios=(1, 8))
+        axes.set_ylim(0, 1.1 * peak)
+        limit_axes.set(ylim=(0.9 * limit_gib, 1.1 * limit_gib), yticks=[limit_gib], yticklabels=[f"{limit_gib:.4g}"])
+        limit_axes.spines.bottom.set_visible(False)
+        axes.spines.top.set_visible(False)
+        marks = {"marker": [(-1, -0.5), (1, 0.5)], "markersize": 8, "color": "black", "clip_on": False, "linestyle": ""}
+        limit_axes.plot([0, 1], [0, 0], transform=limit_axes.transAxes, **marks)
+        axes.plot([0, 1], [1, 1], transform=axes.transAxes, **marks)
     points = range(len(simulation.timeline_in_backward))
     rows = [[num_bytes / GIB for num_bytes in simulation.timeline[category]] for category in MEMORY_CATEGORIES]
     axes.stackplot(points, *rows, labels=MEMORY_CATEGORIES, colors=COLORS, step="post", linewidth=0)
     full_height = {"transform": axes.get_xaxis_transform(), "color": "black", "alpha": 0.06, "linewidth": 0}
     axes.fill_between(points, 0, 1, where=simulation.timeline_in_backward, step="post", **full_height)
-    top = peak = simulation.peak / GIB
-    if limit_gib < 1.5 * peak:
-        top = max(peak, limit_gib)
-        axes.axhline(limit_gib, color="black", linestyle="--", linewidth=1)
-        text = f"device memory: {limit_gib:.1f} GiB"
-        axes.annotate(text, (0, limit_gib), xytext=(2, 2), textcoords="offset points", fontsize=8)
-    axes.set(xlim=(0, len(points)), ylim=(0, 1.1 * top), xticks=[])
-    axes.set(xlabel="operators of a step (grey: backward)", ylabel="GiB")
-    axes.set_title(f"{title}\nplanned peak: {peak:.2f} GiB in {simulation.peak_at}")
+    limit_axes.axhline(limit_gib, color="black", linestyle="--", linewidth=1)
+    text = f"device memory: {limit_gib:.1f} GiB"
+    limit_axes.annotate(text, (0, limit_gib), xytext=(2, 2), textcoords="offset points", fontsize=8)
+    axes.set(xlim=(0, len(points)), xticks=[], xlabel="operators of a step (grey: backward)", ylabel="GiB")
+    limit_axes.set_title(f"{title}\nplanned peak: {peak:.2f} GiB in {place(simulation.peak_at)}")
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles[::-1], labels[::-1], loc="outside right upper", frameon=False)
     figure.savefig(path, dpi=150)

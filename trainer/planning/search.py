@@ -1,4 +1,4 @@
-"""Search for the fastest parallel layouts that fit."""
+"""Search for the fastest parallel layouts that fit and leave a margin of memory."""
 
 import math
 from collections.abc import Sequence
@@ -13,9 +13,9 @@ from trainer.config import Config, ConfigError
 from trainer.config.load import check_combinations
 from trainer.config.schema import toml_value
 from trainer.parallel.pipeline import stages_per_rank
-from trainer.planning.estimate import Hardware, RunEstimate, representative_ranks, without_compiler
+from trainer.planning.estimate import Hardware, RunEstimate, margin_bytes, representative_ranks
 from trainer.planning.roofline import pipeline_bubble, step_time
-from trainer.planning.simulate import Simulation, simulate
+from trainer.planning.simulate import Simulation, simulate, without_compiler
 from trainer.run.preflight import minimum_memory
 from trainer.run.resolve import ResolvedRun, resolve
 from trainer.runtime.device import DTYPES
@@ -73,7 +73,7 @@ def candidates(config: Config, hardware: Hardware) -> list[Candidate]:
             changed = replace(config, **sections)
             with suppress(ConfigError):
                 check_combinations(changed)
-                resolved = resolve(changed, hardware.world_size)
+                resolved = resolve(without_compiler(changed), hardware.world_size)
                 if not (reduce_every and resolved.grad_accum == 1):  # equal to the layout without reduce_every
                     found.append(Candidate(settings, changed, resolved))
     return found
@@ -107,7 +107,9 @@ def _block_costs(found: Sequence[Candidate], hardware: Hardware) -> dict[tuple[i
     families = {_family(candidate): candidate.config for candidate in reversed(found)}
     depth = found[0].config.activation_checkpoint.every_n_blocks
     shallow = [_shallow(config, n, hardware.world_size) for config in families.values() for n in (depth, 2 * depth)]
-    simulations = simulate([(config, 0) for config in shallow], hardware.world_size, hardware.is_gpu)
+    simulations = simulate(
+        [(config, 0) for config in shallow], hardware.world_size, hardware.is_gpu, "measuring blocks"
+    )
     costs = [_cost(config, simulation, hardware) for config, simulation in zip(shallow, simulations, strict=True)]
     return {
         family: (twice - once) / depth for family, once, twice in zip(families, costs[::2], costs[1::2], strict=True)
@@ -160,37 +162,44 @@ def _blocks_per_rank(resolved: ResolvedRun) -> float:
     return sum(len(stage.blocks) for stage in resolved.stages) / resolved.dims.pp
 
 
-def ranked(found: Sequence[Candidate], hardware: Hardware) -> list[tuple[float, Candidate]]:
-    """Return (likely tokens per second, candidate) for each candidate that probably fits, the fastest first."""
+def ranked(found: Sequence[Candidate], hardware: Hardware) -> list[tuple[float, bool, Candidate]]:
+    """Return (likely tokens per second, whether it is likely tight, candidate) for each candidate that probably fits. Those that
+    are likely tight come last, and faster ones come before slower ones."""
     costs = _block_costs(found, hardware)
     likely = []
     for candidate in found:
         block_bytes, block_s = costs[_family(candidate)].tolist()
-        if _likely_memory(candidate, block_bytes) < hardware.usable_bytes:
-            likely.append((_likely_speed(candidate, block_s), candidate))
-    return sorted(likely, key=lambda pair: -pair[0])
+        memory = _likely_memory(candidate, block_bytes)
+        if memory < hardware.usable_bytes:
+            is_tight = memory + margin_bytes(candidate.config, hardware, memory) > hardware.usable_bytes
+            likely.append((_likely_speed(candidate, block_s), is_tight, candidate))
+    return sorted(likely, key=lambda entry: (entry[1], -entry[0]))
 
 
 def search(config: Config, hardware: Hardware, max_candidates: int) -> tuple[int, list[tuple[Candidate, RunEstimate]]]:
     """Return the number of legal layouts and the simulated candidates with their estimates. The configured layout and the layouts
-    that are probably the fastest are simulated. Layouts that fit come first. Faster layouts come before slower ones."""
-    config = without_compiler(config)
+    that are probably the best are simulated. Layouts that leave the margin come first, then those that only fit. Faster
+    layouts come before slower ones."""
     found = candidates(config, hardware)
     if not found:
-        resolve(config, hardware.world_size)  # raises the reason
+        resolve(without_compiler(config), hardware.world_size)  # raises the reason
         raise ConfigError("", f"no parallel layout can run on {hardware.world_size} ranks")
     likely = ranked(found, hardware)
     with suppress(ConfigError):
-        likely.insert(0, (math.inf, Candidate({}, config, resolve(config, hardware.world_size))))
+        resolved = resolve(without_compiler(config), hardware.world_size)
+        likely = [entry for entry in likely if entry[-1].config != config]
+        likely.insert(0, (math.inf, False, Candidate({}, config, resolved)))
     results: list[tuple[Candidate, RunEstimate]] = []
     while likely and len(results) < max_candidates:
         count = min(cores(), max_candidates - len(results))
-        batch, likely = [candidate for _, candidate in likely[:count]], likely[count:]
+        batch, likely = [candidate for *_, candidate in likely[:count]], likely[count:]
         jobs = [(candidate.config, rank) for candidate in batch for rank in representative_ranks(candidate.resolved)]
-        simulations = iter(simulate(jobs, hardware.world_size, hardware.is_gpu))
+        what = f"layouts {len(results) + 1} to {len(results) + len(batch)} of at most {max_candidates}"
+        simulations = iter(simulate(jobs, hardware.world_size, hardware.is_gpu, what))
         for candidate in batch:
             of_ranks = [next(simulations) for _ in representative_ranks(candidate.resolved)]
             results.append((candidate, RunEstimate(candidate.config, candidate.resolved, of_ranks, hardware)))
-        best = max((estimate.tokens_per_second for _, estimate in results if estimate.fits), default=0.0)
-        likely = [(speed, candidate) for speed, candidate in likely if speed > _HOPELESS * best]
-    return len(found), sorted(results, key=lambda pair: (not pair[1].fits, -pair[1].tokens_per_second))
+        best = max((e.tokens_per_second for _, e in results if e.fits and not e.is_tight), default=0.0)
+        # A tight layout is simulated only if it is clearly faster than the best one with a margin.
+        likely = [entry for entry in likely if entry[0] > (best / _HOPELESS if entry[1] else _HOPELESS * best)]
+    return len(found), sorted(results, key=lambda pair: pair[1].sort_key)

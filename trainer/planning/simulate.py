@@ -3,7 +3,7 @@
 import gc
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,7 +18,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from trainer.batch import Batch
-from trainer.config import Config, ParallelConfig
+from trainer.config import CompileConfig, Config, ParallelConfig
 from trainer.engine import Engine, build_model_parts, build_objective
 from trainer.parallel.attention import CPU_BACKEND
 from trainer.parallel.mesh import Meshes
@@ -41,6 +41,8 @@ from trainer.system.process import cores
 
 CPU = torch.device("cpu")
 _TIMELINE_POINTS = 2000
+_REFRESH_S = 1.0
+"""Seconds after which the progress is shown again although no simulation has ended."""
 _MAX_SIMULATED = 4
 """Maximum number of microbatches that are simulated without a pipeline. If a step has more, the third represents all microbatches
 between the second and the last. The second cannot represent them, because FSDP runs one more all-gather in it."""
@@ -83,30 +85,46 @@ class Simulation:
         return sum(flops * count for (_, flops, _), count in self.op_costs.items())
 
 
-def simulate(jobs: Sequence[tuple[Config, int]], world_size: int, on_gpu: bool) -> list[Simulation]:
-    """Simulate one step for each job (configuration, rank). on_gpu: whether to simulate the kernels and the allocator of a GPU.
+def simulate(
+    jobs: Sequence[tuple[Config, int]], world_size: int, on_gpu: bool, what: str = "simulating"
+) -> list[Simulation]:
+    """Simulate one step for each job. Each job runs in a new process. Otherwise DTensor would use the process groups that it
+    cached for the previous job.
 
-    Each job runs in a new process. Otherwise DTensor would use the process groups that it cached for the previous job.
+    Args:
+        jobs: Pairs (configuration, rank).
+        world_size: Number of ranks of the run.
+        on_gpu: Whether to simulate the kernels and the allocator of a GPU.
+        what: What is simulated, for the progress bar.
     """
     processes = min(len(jobs), cores())
     context = start_fork_server(["trainer.planning.simulate"])
     simulations = []
     with (
         ProcessPoolExecutor(processes, context, initializer=exit_with_parent, max_tasks_per_child=1) as pool,
-        progress(len(jobs), "simulation", "simulating") as bar,
+        progress(len(jobs), " simulations", what) as bar,
     ):
         try:
-            for simulation in pool.map(partial(_simulate, world_size=world_size, on_gpu=on_gpu), jobs):
-                simulations.append(simulation)
-                bar.update()
+            futures = [pool.submit(_simulate, job, world_size, on_gpu) for job in jobs]
+            for future in futures:
+                while not wait([future], timeout=_REFRESH_S).done:
+                    bar.update(0)
+                simulations.append(future.result())
+                bar.update(1)
         except KeyboardInterrupt:
             pool.shutdown(wait=False, cancel_futures=True)  # otherwise the pool waits for the simulations in progress
             raise
     return simulations
 
 
+def without_compiler(config: Config) -> Config:
+    """Return the settings of an eager run, because the compiler cannot be simulated."""
+    parallel = replace(config.parallel, async_tensor_parallel=False)
+    return replace(config, compile=CompileConfig(enabled=False), parallel=parallel)
+
+
 def _simulate(job: tuple[Config, int], world_size: int, on_gpu: bool) -> Simulation:
-    config, rank = job
+    config, rank = without_compiler(job[0]), job[1]
     resolved = resolve(config, world_size)
     count, simulated = resolved.grad_accum, _num_simulated(config, resolved)
     resolved = replace(resolved, grad_accum=simulated)

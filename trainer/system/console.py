@@ -14,11 +14,15 @@ from contextlib import suppress
 from tqdm import tqdm
 
 from trainer.system.streams import presentable
+from trainer.system.units import duration
 
 LOGGER = logging.getLogger("meshwright")
 
 _LOCK = threading.RLock()
 """Lock of the progress bars. tqdm's own lock is also a semaphore, about which Python warns if the process is killed."""
+
+_LINE_INTERVAL_S = 5.0
+"""Minimum interval between two lines of progress."""
 
 
 def _rank() -> int:
@@ -77,7 +81,45 @@ def shows_colour() -> bool:
     return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
-def progress(total: int | None, unit: str, desc: str) -> tqdm:
-    """Return a progress bar, which is shown only on a terminal. total: number of units, or None if unknown."""
+class _ProgressLines:
+    """The progress of a task as lines on stderr, for a log file: one each few seconds while it is updated. A task that takes less
+    has no line. stdout belongs to the result of a script."""
+
+    def __init__(self, total: int | None, unit: str, desc: str):
+        self.total = total
+        self.unit = unit
+        self.desc = desc
+        self.done = 0
+        self.started = self.shown = time.monotonic()
+
+    def __enter__(self) -> "_ProgressLines":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def update(self, n: int = 1) -> None:
+        self.done += n
+        now = time.monotonic()
+        if now - self.shown < _LINE_INTERVAL_S:
+            return
+        self.shown = now
+        sizes = (self.done,) if self.total is None else (self.done, self.total)
+        done = " of ".join(f"{size:,}" if size < 1000 else tqdm.format_sizeof(size) for size in sizes)
+        line = f"{self.desc}: {done} {self.unit.strip()}, {duration(now - self.started)}"
+        with suppress(OSError):  # as in ConsoleHandler
+            print(f"{time.strftime('%H:%M:%S')} {line}", file=sys.stderr, flush=True)
+
+
+def progress(total: int | None, unit: str, desc: str) -> "tqdm | _ProgressLines":
+    """Return a context manager with a method `update(n)`: a progress bar on a terminal, otherwise lines.
+
+    Args:
+        total: Number of units. None: unknown.
+        unit: Name of the unit.
+        desc: What is done.
+    """
+    if not on_terminal() and _is_logging_rank():
+        return _ProgressLines(total, unit, desc)
     tqdm.set_lock(_LOCK)
-    return tqdm(total=total, unit=unit, unit_scale=True, desc=desc, disable=not on_terminal(), leave=False)
+    return tqdm(total=total, unit=unit, unit_scale=True, desc=desc, disable=not _is_logging_rank(), leave=False)
