@@ -25,7 +25,7 @@ from trainer.run.preflight import check_disk, disk_free, remaining_checkpoints, 
 from trainer.run.resolve import ResolvedRun
 from trainer.run.run_folder import require_usable, resume_point
 from trainer.run.text_format import TextFormat, load_text_format, require_same_tokenizer
-from trainer.run.training_data import prepare_and_open, require_unchanged_mixture
+from trainer.run.training_data import prepare_and_open, require_unchanged_mixture, with_steps
 from trainer.runtime import device as devices
 from trainer.runtime import distributed
 from trainer.runtime.accelerators import ACCELERATORS
@@ -65,7 +65,7 @@ def report(config: Config, resolved: ResolvedRun, ranks_per_node: int, device: t
     point = resume_point(config.run.folder, config.checkpoint.load_step, resolved.fingerprint)
     done = point.state.step if point else 0
     _line("run folder", _start(config, point))
-    if done >= training.steps:
+    if training.epochs is None and done >= training.steps:
         return _end()
     text = load_text_format(config, resolved)
     if point is not None:
@@ -75,16 +75,15 @@ def report(config: Config, resolved: ResolvedRun, ranks_per_node: int, device: t
     with trial_stores(Path(config.data.store_folder)) as stores:
         trial = replace(config, data=replace(config.data, store_folder=str(stores)))
         data = _data(trial, text, point)
-    _line(
-        "steps",
-        f"{done + 1} to {training.steps}, each of {training.global_batch_size} samples of {training.seq_len} tokens, in "
-        f"{resolved.grad_accum} microbatches on each rank",
-    )
+    if data is not None:
+        config = with_steps(config, data.datasets, None if point is None else point.state)
+    steps = config.training.steps if config.training.epochs is None else None
+    _line("steps", _steps(config, resolved, done, steps))
     if data is not None:
         _line("epochs", "; ".join(_epochs(config, data.datasets)))
     _line("checkpoints", _checkpoints(config, resolved, done))
     _line("evaluation", _evaluation(config, data))
-    fits = _plan(config, dims.world_size, ranks_per_node, device, training.steps - done)
+    fits = _plan(config, dims.world_size, ranks_per_node, device, 0 if steps is None else steps - done)
     return _end(fits)
 
 
@@ -97,12 +96,20 @@ def _end(fits: bool = True) -> int:
     return 0 if fits else 1
 
 
+def _steps(config: Config, resolved: ResolvedRun, done: int, steps: int | None) -> str:
+    """steps: number of steps of the run, or None if it is known only when the data are prepared."""
+    training = config.training
+    number = f"those of {training.epochs:g} epochs" if steps is None else f"{done + 1} to {steps}"
+    samples = f"each of {training.global_batch_size} samples of {training.seq_len} tokens"
+    return f"{number}, {samples}, in {resolved.grad_accum} microbatches on each rank"
+
+
 def _start(config: Config, point: ResumePoint | None) -> str:
     """Return the run folder, and whether a run would resume. The latter also raises ConfigError, as a run would."""
     folder, steps = config.run.folder, config.training.steps
     if point is None:
         return f"{folder}: a new run"
-    if point.state.step >= steps:
+    if config.training.epochs is None and point.state.step >= steps:
         return f"{folder}: already finished at step {point.state.step}; raise --training.steps to continue"
     rollback = ", after newer checkpoints are moved to a folder discarded-N" if point.rollback else ""
     return f"{folder}: resumes from step {point.state.step}{rollback}"
@@ -150,7 +157,7 @@ def _data(config: Config, text: TextFormat, point: ResumePoint | None) -> _Data 
         require_unchanged_mixture(config, datasets, point.state)
         require_compatible(point, {"data": datasets.name})
     stores = _stores(config, text.tokenizer)
-    figures = split_figures(data, sets, stores, config.training, datasets.phases)
+    figures = split_figures(data, sets, stores, config.training, datasets.phases, config.evaluation.interval_steps > 0)
     print(*table_lines(as_table(figures, data)), *refusals(data, sets, stores), "", sep="\n")
     return _Data(datasets, build_eval_sets(datasets.evaluation, config.evaluation, text.tokenizer.text_bytes))
 
@@ -210,7 +217,8 @@ def _evaluation(config: Config, data: _Data | None) -> str:
 
 
 def _plan(config: Config, world_size: int, ranks_per_node: int, device: torch.device, steps: int) -> bool:
-    """Print the planned memory and time. Return false if the memory exceeds that of this node. steps: number of steps to run."""
+    """Print the planned memory and time. Return false if the memory exceeds that of this node. steps: number of steps to run, or 0 if
+    it is unknown."""
     is_gpu = device.type != "cpu"
     known = ACCELERATORS.get(devices.name(device))
     machine = this_machine()
@@ -243,7 +251,8 @@ def _report_plan(plan: RunEstimate, ranks_per_node: int, device: torch.device, s
     if is_rate_known:
         step_s = plan.slowest.total_s
         rough = ", from typical rates of a CPU" if device.type == "cpu" else ""
-        text = f"{duration(steps * step_s)} for {steps} steps, {plan.tokens_per_second:,.0f} tokens/s (planned{rough})"
+        total = f"{duration(steps * step_s)} for {steps} steps, " if steps else ""
+        text = f"{total}{plan.tokens_per_second:,.0f} tokens/s (planned{rough})"
         _line("time", f"{text}, without preparation, evaluation and checkpoints")
     else:
         _line("time", f"unknown, because the trainer has no figures for {devices.name(device)}")

@@ -7,9 +7,6 @@ the same table. A note names settings as `section.name`.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-EPOCHS = ("training.steps", "epochs x tokens of the dataset / (training.global_batch_size x training.seq_len)")
-"""What replaces a number of epochs. One place to change."""
-
 PROJECTS = {
     "torchtitan": "T",
     "torchtune": "t",
@@ -46,7 +43,7 @@ _FP16 = "bf16 or fp32; bf16 has the range of fp32, so that no loss is scaled; fp
 _TOKENIZER = "with tokenizer.backend, such as huggingface for a folder with a tokenizer.json"
 _SHARD = "parameters, gradients and moments are sharded over all ranks by default (FSDP)"
 _DATASET = "with data.dataset, such as chat, jsonl, parquet or huggingface (by name)"
-_MODEL = "the folder goes to both; its weights and its config.json"
+_MODEL = "or --from FOLDER, which gives model, initial weights, tokenizer and chat template"
 _QUANTIZED = "a base model in 4 or 8 bits; lora.rank with training.parameter_dtype = bf16 needs the least memory"
 _LONG = "the sample length; data.long_documents = truncate cuts longer documents"
 _SEND = "a list such as console,jsonl,wandb"
@@ -62,9 +59,9 @@ FOREIGN: Mapping[str, Foreign] = {
     "total_steps": Foreign("", "training.steps"),
     "train_samples": Foreign("M", "training.steps", "samples / training.global_batch_size"),
     "max_steps_per_epoch": Foreign("t", "training.steps", "the steps of the whole run"),
-    "num_train_epochs": Foreign("H", *EPOCHS),
-    "num_epochs": Foreign("a", *EPOCHS),
-    "epochs": Foreign("t", *EPOCHS),
+    "num_train_epochs": Foreign("H", "training.epochs"),
+    "num_epochs": Foreign("a", "training.epochs"),
+    "epochs": Foreign("t", "training.epochs"),
     "per_device_train_batch_size": Foreign("H", "training.local_batch_size"),
     "device_batch_size": Foreign("n", "training.local_batch_size"),
     "micro_batch_size": Foreign("aM", "training.local_batch_size"),
@@ -217,10 +214,10 @@ FOREIGN: Mapping[str, Foreign] = {
     "train_timeout_seconds": Foreign("T", "distributed.timeout_s"),
     "distributed_timeout_minutes": Foreign("M", "distributed.timeout_s", "in seconds"),
     # ---------------------------------------------------------------- model, tokenizer and weights
-    "model_name_or_path": Foreign("H", "model.huggingface checkpoint.init_from", _MODEL),
-    "pretrained_model_name_or_path": Foreign("H", "model.huggingface checkpoint.init_from", _MODEL),
-    "base_model": Foreign("a", "model.huggingface checkpoint.init_from", _MODEL),
-    "checkpoint_dir": Foreign("t", "model.huggingface checkpoint.init_from", _MODEL),
+    "model_name_or_path": Foreign("H", "model.pretrained", _MODEL),
+    "pretrained_model_name_or_path": Foreign("H", "model.pretrained", _MODEL),
+    "base_model": Foreign("a", "model.pretrained", _MODEL),
+    "checkpoint_dir": Foreign("t", "model.pretrained", _MODEL),
     "initial_load_path": Foreign("T", "checkpoint.init_from"),
     "pretrained_checkpoint": Foreign("M", "checkpoint.init_from"),
     "finetune": Foreign("M", "checkpoint.init_from"),
@@ -291,7 +288,7 @@ FOREIGN: Mapping[str, Foreign] = {
     "overwrite_output_dir": Foreign("H", "run.name", "a new name starts a new run"),
     "load_best_model_at_end": Foreign("H", "evaluation.keep_best_on"),
     "metric_for_best_model": Foreign("H", "evaluation.keep_best_on"),
-    "early_stopping_patience": Foreign("a", "evaluation.keep_best_on", "keeps the best checkpoint; the run goes on"),
+    "early_stopping_patience": Foreign("a", "evaluation.early_stopping_patience", "in evaluations of evaluation.keep_best_on"),
     "eval_steps": Foreign("Ha", "evaluation.interval_steps"),
     "eval_interval": Foreign("M", "evaluation.interval_steps"),
     "eval_every": Foreign("n", "evaluation.interval_steps"),
@@ -301,7 +298,7 @@ FOREIGN: Mapping[str, Foreign] = {
     "eval_iters": Foreign("M", "evaluation.max_samples", "in samples"),
     "eval_tokens": Foreign("n", "evaluation.max_samples", "in samples"),
     "per_device_eval_batch_size": Foreign("H", "training.local_batch_size", "evaluation has the same size"),
-    "sample_every": Foreign("n", "", "scripts/generate.py generates text from any checkpoint"),
+    "sample_every": Foreign("n", "samples.interval_steps", "with samples.prompts"),
     "push_to_hub": Foreign("H", "checkpoint.export_huggingface", "writes the folder; nothing is uploaded"),
     # ---------------------------------------------------------------- metrics and profiling
     "report_to": Foreign("H", "metrics.sinks", _SEND),
