@@ -156,8 +156,8 @@ COMMAND_LINES = {
         "--data.path no/such: no such file or folder, and no file matches the pattern"
     ),
     "--data.path x": (
-        "--data.path x: needs the type of the dataset: set [data] dataset to text, jsonl, parquet, csv, huggingface, tokens, chat "
-        "or preference"
+        "--data.path x: needs the type of the dataset: set [data] dataset to text, jsonl, parquet, csv, huggingface, tokens, "
+        "chat or preference"
     ),
     "--data.text_field body": (
         "--data.text_field body: has an effect only with a jsonl, parquet, csv or huggingface dataset"

@@ -17,7 +17,7 @@ from trainer.data.sources.text_field import extractor
 
 T = TypeVar("T")
 
-ENDINGS = with_compressed((".jsonl", ".json"))
+JSON_ENDINGS = with_compressed((".jsonl", ".json"))
 _CHUNK_BYTES = 2**20
 
 
@@ -38,7 +38,7 @@ class JsonRecords:
 
     def __call__(self, span: Span, transform: Callable[[Document], T]) -> Iterator[T | BadDocument]:
         head = self._read_head(span.path)
-        kind = recognize(head) or recognize_table(span.path)
+        kind = recognize(head, span.path) or recognize_table(span.path)
         if not kind and not is_array(head):
             yield from self._read_lines(span, transform)
         elif span.start:
@@ -120,7 +120,7 @@ class JsonRecords:
                             hint = ""
                             if offset == 0 and isinstance(reason, _IncompleteValue):
                                 hint = _SPLIT
-                            elif offset == 0 and not line.startswith(b"{") and not ends_in(span.path, ENDINGS):
+                            elif offset == 0 and not line.startswith(b"{") and not ends_in(span.path, JSON_ENDINGS):
                                 hint = f"; a {self._dataset} dataset reads {self._formats}"
                             yield bad_document(f"{reason}{hint}")
                     offset += num_bytes
