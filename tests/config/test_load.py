@@ -121,6 +121,10 @@ COMMAND_LINES = {
     ),
     f"--data.datasets.a text:{__file__} --data.path x": "--data.path x: has an effect only with empty [data] datasets",
     f"--checkpoint.init_from {__file__}": f"--checkpoint.init_from {__file__}: is a file, not a folder",
+    "--data.path my.txt": "--data.path my.txt: needs the type of the dataset: set [data] dataset to text",
+    "--data.path x.jsonl.gz": (
+        "--data.path x.jsonl.gz: needs the type of the dataset: set [data] dataset to jsonl (texts), chat or preference"
+    ),
     "--data.dataset chat --data.columns.questoin q": (
         "--data.columns.questoin q: unknown field; it must be one of messages, conversations, prompt, completion, instruction, "
         "input, output, question, answer, chosen, rejected, system, tools, role, content; did you mean 'question'?"
@@ -166,7 +170,10 @@ COMMAND_LINES = {
     "--data.dataset text --data.path no/such": (
         "--data.path no/such: no such file or folder, and no file matches the pattern"
     ),
-    "--data.path x": "--data.path x: has an effect only with [data] dataset != python_stdlib",
+    "--data.path x": (
+        "--data.path x: needs the type of the dataset: set [data] dataset to text, jsonl, parquet, csv, huggingface, tokens, "
+        "chat or preference"
+    ),
     "--data.text_field body": (
         "--data.text_field body: has an effect only with a jsonl, parquet, csv or huggingface dataset"
     ),

@@ -1,6 +1,7 @@
 """Corpora in every format. The documents of an accepted corpus are those of its files, read with other libraries."""
 
 import codecs
+import csv
 import gzip
 import io
 import itertools
@@ -149,6 +150,13 @@ def _write_parquet(case: Case, folder: Path, tokenizer: Tokenizer) -> Expected:
     return [text for text in case.texts if text] if case.is_intact else None
 
 
+def _write_csv(case: Case, folder: Path, tokenizer: Tokenizer) -> Expected:
+    out = io.StringIO()
+    csv.writer(out, delimiter=",;\t"[case.number % 3]).writerows([("id", "text"), *enumerate(case.texts)])
+    case.write(folder / "a.csv", out.getvalue().encode())
+    return [text for text in case.texts if text] if case.is_intact else None
+
+
 def _write_npy(case: Case, folder: Path, tokenizer: Tokenizer) -> Expected:
     buffer = io.BytesIO()
     np.save(buffer, case.tokens(tokenizer, _TOKEN_TYPES[case.number % 4]))
@@ -191,6 +199,7 @@ _KINDS = {
     "array": ("jsonl", _write_array),
     "gzip": ("jsonl", _write_gzip),
     "parquet": ("parquet", _write_parquet),
+    "csv": ("csv", _write_csv),
     "npy": ("tokens", _write_npy),
     "bin": ("tokens", _write_bin),
     "megatron": ("tokens", _write_megatron),

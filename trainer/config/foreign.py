@@ -288,7 +288,9 @@ FOREIGN: Mapping[str, Foreign] = {
     "overwrite_output_dir": Foreign("H", "run.name", "a new name starts a new run"),
     "load_best_model_at_end": Foreign("H", "evaluation.keep_best_on"),
     "metric_for_best_model": Foreign("H", "evaluation.keep_best_on"),
-    "early_stopping_patience": Foreign("a", "evaluation.early_stopping_patience", "in evaluations of evaluation.keep_best_on"),
+    "early_stopping_patience": Foreign(
+        "a", "evaluation.early_stopping_patience", "in evaluations of evaluation.keep_best_on"
+    ),
     "eval_steps": Foreign("Ha", "evaluation.interval_steps"),
     "eval_interval": Foreign("M", "evaluation.interval_steps"),
     "eval_every": Foreign("n", "evaluation.interval_steps"),

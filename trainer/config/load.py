@@ -234,6 +234,10 @@ def _rules(config: Config) -> Iterator[tuple[str, object, str]]:
     yield "run.name", name.strip() in ("", ".", "..") or {"/", "\\"} & set(name), "must be a single folder name"
     yield "run.output_folder", not config.run.output_folder.strip(), "must not be empty"
     yield "run.name", len(os.fsencode(name)) > 255, "exceeds 255 bytes, the limit for a folder name"
+    if data.path and data.dataset == "python_stdlib" and not data.datasets:
+        ending = data.path.lower().removesuffix(".gz").removesuffix(".zst").rpartition(".")[2]
+        readers = _READERS_BY_ENDING.get(ending, "text, jsonl, parquet, csv, huggingface, tokens, chat or preference")
+        yield "data.path", True, f"needs the type of the dataset: set [data] dataset to {readers}"
     yield from _preference_rules(config)
     for setting in settings().values():
         if config.value(setting.key) != setting.default:
@@ -393,6 +397,18 @@ def _paths(config: Config) -> Iterator[tuple[str, str]]:
             yield f"{table}.{name}", text if re.match(r"\w+://", text) else text.partition(":")[2]
 
 
+_READERS_BY_ENDING = {
+    "txt": "text",
+    "md": "text",
+    "jsonl": "jsonl (texts), chat or preference",
+    "json": "jsonl (texts), chat or preference",
+    "parquet": "parquet (texts), chat or preference",
+    "csv": "csv (texts), chat or preference",
+    "tsv": "csv (texts), chat or preference",
+    "bin": "tokens",
+    "npy": "tokens",
+}
+"""Ending of a file's name -> values of data.dataset."""
 _FILE_READERS = ("text", "jsonl", "parquet", "csv", "tokens", "chat", "preference", "prepared")
 """Readers whose path must exist. A Hugging Face dataset may be given by any name instead of by path."""
 _NAME_READERS = ("chat", "preference")

@@ -94,6 +94,16 @@ def test_a_csv_file_that_is_named_is_one_bad_document(tmp_path):
     ]
 
 
+def test_a_spreadsheet_and_json_are_no_tables_of_values(tmp_path):
+    (tmp_path / "x.xlsx").write_bytes(zip_bytes())
+    for dataset, format in (("chat", "JSON"), ("csv", "a table of values")):
+        expected = f"{tmp_path}/x.xlsx: this is a spreadsheet, not {format}; save such files as CSV"
+        assert messages(read(dataset, tmp_path / "x.xlsx")) == [expected]
+    (tmp_path / "x.jsonl").write_text('{"text": "a"}')
+    expected = f'{tmp_path}/x.jsonl: this is JSON, not a table of values; dataset = "jsonl" reads such files'
+    assert messages(read("csv", tmp_path / "x.jsonl")) == [expected]
+
+
 def test_lines_that_are_no_records_name_the_formats_that_the_dataset_reads(tmp_path):
     (tmp_path / "x.txt").write_text("Q: 1 + 1?\nA: 2\n")
     reason = "the line is not valid JSON: Expecting value (column 1)"

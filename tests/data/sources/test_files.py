@@ -39,6 +39,7 @@ def test_a_path_without_matching_files_is_rejected(tmp_path):
         ("jsonl", f".jsonl or .json or {compressed['jsonl']}"),
         ("parquet", ".parquet"),
         ("tokens", ".bin or .npy"),
+        ("chat", ".jsonl or .json or .parquet or .arrow or .feather or .csv or .tsv"),
     ):
         assert error_of(dataset, tmp_path) == ("data.path", f"this path holds no file ending in {suffixes}")
         assert error_of(dataset, f"{tmp_path}/*.none") == ("data.path", f"this path holds no file ending in {suffixes}")
@@ -283,7 +284,7 @@ CONVERT = "convert such files to JSON lines, for example with to_json of the pac
         ("jsonl", "deep/x.csv", 'its files: 1 .csv; dataset = "csv" reads such files'),
         ("jsonl", "x.tar.gz", "its files: 1 .tar.gz; unpack such files"),
         ("jsonl", "x.jsonl.bz2", "its files: 1 .bz2; decompress such files, or let their names end in .gz or .zst"),
-        ("chat", "x.xlsx", f"its files: 1 .xlsx; {CONVERT}"),
+        ("chat", "x.xlsx", "its files: 1 .xlsx; save such files as CSV"),
         ("chat", "x.bin", f"its files: 1 .bin; {CONVERT}"),
         ("chat", "x.ndjson", "its files: 1 .ndjson; let the names of such files end in .jsonl"),
         ("tokens", "x.pt", "its files: 1 .pt"),

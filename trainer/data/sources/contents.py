@@ -43,7 +43,7 @@ _ARCHIVE = Kind("an archive", remedy="unpack such files")
 _COMPRESSED = Kind("compressed data", remedy="decompress such files, or let their names end in .gz or .zst")
 _CSV = Kind("a table of comma-separated values", "csv")
 _TSV = Kind("a table of tab-separated values", "csv")
-_SHEET = Kind("a spreadsheet")
+_SHEET = Kind("a spreadsheet", remedy="save such files as CSV")
 _JSON = Kind("JSON", "jsonl")
 _NUMPY = Kind("a NumPy array", "tokens")
 LFS_POINTER = Kind("a Git LFS pointer instead of the file", remedy="download such files with: git lfs pull")
@@ -94,11 +94,16 @@ _ENDINGS = {
 }
 
 
-def recognize(head: bytes) -> Kind | None:
-    """Return the kind of a file that is neither plain text nor JSON. head: at least the first HEAD_BYTES, decompressed."""
+def recognize(head: bytes, path: str = "") -> Kind | None:
+    """Return the kind of a file that is neither plain text nor JSON.
+
+    Args:
+        head: At least the first HEAD_BYTES, decompressed.
+        path: Path of the file, which tells spreadsheets from other archives.
+    """
     for magic, kind in _MAGIC.items():
         if head.startswith(magic):
-            return kind
+            return _SHEET if kind is _ARCHIVE and _ENDINGS.get(ending_of(path)) is _SHEET else kind
     if is_lfs_pointer(head):
         return LFS_POINTER
     if head[257:262] == b"ustar":

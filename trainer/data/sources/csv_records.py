@@ -7,14 +7,16 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from trainer.config import ConfigError, DataConfig
-from trainer.data.sources.contents import HEAD_BYTES, recognize
+from trainer.data.sources.contents import HEAD_BYTES, recognize, recognize_json
+from trainer.data.sources.files import with_compressed
 from trainer.data.sources.source import BadDocument, Document, InvalidDocument, Span, too_long
-from trainer.data.sources.streams import BrokenStream, open_stream
+from trainer.data.sources.streams import BrokenStream, ends_in, open_stream
 from trainer.data.sources.text_field import extractor, no_column_error
 from trainer.data.tokenizer.protocol import has_lone_surrogate
 
 T = TypeVar("T")
 
+CSV_ENDINGS = with_compressed((".csv", ".tsv"))
 _DELIMITERS = ",;\t"
 _LISTS = ("prompt", "completion", "chosen", "rejected", "messages", "conversations")
 """Columns whose cells hold messages as JSON text, or a text."""
@@ -41,7 +43,11 @@ class CsvRecords:
         line = 0
         try:
             with open_stream(span.path) as file:
-                if kind := recognize(file.peek(HEAD_BYTES)[:HEAD_BYTES]):
+                head = file.peek(HEAD_BYTES)[:HEAD_BYTES]
+                kind = recognize(head, span.path)
+                if kind is None and not ends_in(span.path, CSV_ENDINGS):
+                    kind = recognize_json(head)
+                if kind is not None:
                     reason = f"this is {kind.name}, not a table of values; {kind.advice(self._dataset)}"
                     yield BadDocument(span.path, 0, reason, ends_file=True)
                     return

@@ -11,7 +11,7 @@ import numpy as np
 
 from trainer.config import ConfigError
 from trainer.data.sources.contents import advice_for, ending_of, list_endings
-from trainer.data.sources.streams import COMPRESSED, ends_in
+from trainer.data.sources.streams import COMPRESSED, ends_in, is_compressed
 from trainer.system import console
 from trainer.system.paths import Remarks, expand, split_pattern, unreadable, walk
 
@@ -54,7 +54,10 @@ def find_files(path: str, dataset: str, *groups: tuple[str, ...]) -> tuple[str, 
     except OSError as error:
         raise ConfigError("data.path", unreadable(error)) from None
     if not files:
-        message = f"this path holds no file ending in {' or '.join(search.suffixes)}"
+        suffixes = search.suffixes
+        if len(groups) > 1:
+            suffixes = [suffix for suffix in suffixes if not is_compressed(suffix)]
+        message = f"this path holds no file ending in {' or '.join(suffixes)}"
         raise ConfigError("data.path", "; ".join([message, *_describe(search, dataset)]))
     _log(path, search)
     return root, tuple(sorted(files))

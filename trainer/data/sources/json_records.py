@@ -9,13 +9,15 @@ from typing import Any, TypeVar
 
 from trainer.config import ConfigError, DataConfig
 from trainer.data.sources.contents import HEAD_BYTES, recognize, recognize_table
+from trainer.data.sources.files import with_compressed
 from trainer.data.sources.json_array import BrokenArray, is_array, read_array
 from trainer.data.sources.source import BadDocument, Document, InvalidDocument, Span, too_long
-from trainer.data.sources.streams import BrokenStream, is_compressed, open_stream
+from trainer.data.sources.streams import BrokenStream, ends_in, is_compressed, open_stream
 from trainer.data.sources.text_field import extractor
 
 T = TypeVar("T")
 
+JSON_ENDINGS = with_compressed((".jsonl", ".json"))
 _CHUNK_BYTES = 2**20
 
 
@@ -36,7 +38,7 @@ class JsonRecords:
 
     def __call__(self, span: Span, transform: Callable[[Document], T]) -> Iterator[T | BadDocument]:
         head = self._read_head(span.path)
-        kind = recognize(head) or recognize_table(span.path)
+        kind = recognize(head, span.path) or recognize_table(span.path)
         if not kind and not is_array(head):
             yield from self._read_lines(span, transform)
         elif span.start:
@@ -118,7 +120,7 @@ class JsonRecords:
                             hint = ""
                             if offset == 0 and isinstance(reason, _IncompleteValue):
                                 hint = _SPLIT
-                            elif offset == 0 and not line.startswith(b"{"):
+                            elif offset == 0 and not line.startswith(b"{") and not ends_in(span.path, JSON_ENDINGS):
                                 hint = f"; a {self._dataset} dataset reads {self._formats}"
                             yield bad_document(f"{reason}{hint}")
                     offset += num_bytes

@@ -9,11 +9,11 @@ from typing import TypeVar
 from trainer.config import ConfigError, DataConfig
 from trainer.config.packages import require_package
 from trainer.data.sources.contents import HEAD_BYTES, recognize
-from trainer.data.sources.csv_records import CsvRecords
+from trainer.data.sources.csv_records import CSV_ENDINGS, CsvRecords
 from trainer.data.sources.datasets_library import cached_files, is_saved, saved_files
-from trainer.data.sources.files import find_files, with_compressed
+from trainer.data.sources.files import find_files
 from trainer.data.sources.json_array import is_array
-from trainer.data.sources.json_records import JsonRecords
+from trainer.data.sources.json_records import JSON_ENDINGS, JsonRecords
 from trainer.data.sources.source import BadDocument, Document, Reader, Source, Span
 from trainer.data.sources.streams import ends_in
 from trainer.data.sources.tables import arrow_tables, parquet_tables
@@ -36,10 +36,10 @@ class Format:
 
 
 FORMATS = {
-    "JSON": Format(with_compressed((".jsonl", ".json")), JsonRecords),
+    "JSON": Format(JSON_ENDINGS, JsonRecords),
     "Parquet": Format((".parquet",), parquet_tables),
     "Arrow": Format((".arrow", ".feather"), arrow_tables),
-    "CSV": Format(with_compressed((".csv", ".tsv")), CsvRecords),
+    "CSV": Format(CSV_ENDINGS, CsvRecords),
 }
 """File formats of records. If a folder holds files of several formats, those of the first one are read."""
 

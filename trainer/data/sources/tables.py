@@ -72,7 +72,7 @@ class Tables:
         """Return what a file is that was not recognized as a table, or "" if it is unknown or a damaged table."""
         with open(path, "rb") as file:
             head = file.read(HEAD_BYTES)
-        kind = recognize(head) or recognize_json(head)
+        kind = recognize(head, path) or recognize_json(head)
         if kind is None or kind.reader == self.reader:
             return ""
         return f"{self.format}, but {kind.name}; {kind.advice(self.dataset)}"

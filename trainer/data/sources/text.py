@@ -31,7 +31,7 @@ def _read_text(max_bytes: int, span: Span, transform: Callable[[str], T]) -> Ite
             raise InvalidDocument(f"this is {LFS_POINTER.name}; {LFS_POINTER.advice('text')}")
         yield transform(content.decode("utf-8"))
     except UnicodeDecodeError as error:
-        kind = recognize(content)
+        kind = recognize(content, span.path)
         line = 0 if kind else content.count(b"\n", 0, error.start) + 1
         reason = f"this is {kind.name}, not UTF-8 text; {kind.advice('text')}" if kind else ""
         yield BadDocument(span.path, line, reason or f"the file is not UTF-8 text (byte {error.start})")
