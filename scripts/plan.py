@@ -6,7 +6,7 @@ pipeline stage. Datasets, tokenizer and checkpoints need not exist.
 exit codes: 0: the run fits; 1: it does not fit; 2: it cannot run
 
     python scripts/plan.py --config train_configs/llama3_70b.toml --world-size 64 --device h100 --tokens 15e12
-    python scripts/plan.py --from-hf weights/Qwen3-8B/config.json --training.seq_len 4096 --training.compute_dtype bf16
+    python scripts/plan.py --from weights/Qwen3-8B --training.seq_len 4096 --training.compute_dtype bf16
 """
 
 import argparse

@@ -19,7 +19,7 @@ FOLDERS = "trainer|models|scripts|tests|docs|train_configs"
 PAGES = [*ROOT.glob("*.md"), *(page for folder in FOLDERS.split("|") for page in (ROOT / folder).rglob("*.md"))]
 FILE_SUFFIXES = {"py", "toml", "json", "jsonl", "md", "model"}
 PLACEHOLDERS = {("section", "key"), ("section", "name")}
-TRAINER_FLAGS = {"--config", "--dry-run", "--help", "--print-config"}
+TRAINER_FLAGS = {"--from", "--config", "--dry-run", "--help", "--print-config"}
 AFTERNOON_FILES, AFTERNOON_LINES = 16, 3500
 
 each_page = pytest.mark.parametrize("page", sorted(PAGES), ids=lambda path: path.name)

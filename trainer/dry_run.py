@@ -217,8 +217,8 @@ def _evaluation(config: Config, data: _Data | None) -> str:
 
 
 def _plan(config: Config, world_size: int, ranks_per_node: int, device: torch.device, steps: int) -> bool:
-    """Print the planned memory and time. Return false if the memory exceeds that of this node. steps: number of steps to run, or 0 if
-    it is unknown."""
+    """Print the planned memory and time. Return false if the memory exceeds that of this node. steps: number of steps to run, or
+    0 if it is unknown."""
     is_gpu = device.type != "cpu"
     known = ACCELERATORS.get(devices.name(device))
     machine = this_machine()

@@ -19,6 +19,7 @@ This page lists every setting. A TOML file configures a run. `--section.key valu
 overrides a single value.
 
     ./run_llama_train.sh --config train_configs/debug.toml --training.steps 50 --optimizer.lr 1e-3
+    ./run_llama_train.sh --config my.toml --from weights/Qwen3-0.6B         # model, weights, tokenizer, chat template
     python train.py --config train_configs/debug.toml --print-config        # print the complete result
     python train.py --help                                                  # print the tables below
 

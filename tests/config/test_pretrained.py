@@ -256,6 +256,16 @@ def test_a_plan_downloads_only_the_configuration_and_prepared_data_only_the_toke
     assert hub.sent("tokenizer.json") and not hub.sent("model.safetensors")
 
 
+def test_a_revision_of_the_file_belongs_to_the_model_of_the_file(hub, commit, published, tmp_path):  # noqa: F811
+    file = tmp_path / "my.toml"
+    file.write_text(f'[model]\npretrained = "{NAME}"\nrevision = "{commit}"\n')
+    assert load_config(["--config", str(file)]).model.revision == commit
+    assert load_config(["--config", str(file), "--from", str(published)]).model.revision == ""
+    (published / "model.safetensors").write_bytes(b"other weights")
+    other = hub.publish("someone/else", published)
+    assert load_config(["--config", str(file), "--from", "someone/else"]).model.revision == other
+
+
 def test_an_error_of_the_hub_names_the_setting(hub, published):  # noqa: F811
     message = f"--from no/model: there is no folder of this name, and {hub.address} has no model no/model"
     assert error_of(["--from", "no/model"]) == message

@@ -41,6 +41,8 @@ def load(file, tmp_path):
     (tmp_path / "tokenizer.model").touch()
     if document["data"].get("path"):
         argv += ["--data.path", str(tmp_path / "data")]
+    if document["model"].get("pretrained"):
+        return load_config(argv, check_files=("data",))  # the name and the size of the model are given: no download
     if document.get("checkpoint", {}).get("init_from"):
         argv += ["--checkpoint.init_from", str(tmp_path / "data")]
     if document.get("tokenizer", {}).get("path"):

@@ -50,6 +50,8 @@ def with_pretrained(config: Config, sections: Collection[str], with_weights: boo
     source, origin = config.model.pretrained, config.origins.get(SETTING)
     if not source:
         return config
+    if _is_on_command_line(config, SETTING) and not _is_on_command_line(config, "model.revision"):
+        config = replace(config, model=replace(config.model, revision=""))  # it is that of the file's model
     parts = [part for part in _PARTS if not _is_given(config, part) and (part != "chat template" or has_chats(config))]
     section_of = {"model": "model", "weights": "checkpoint", "tokenizer": "tokenizer", "chat template": "data"}
     read = [part for part in parts if part == "model" or section_of[part] in sections]
@@ -117,15 +119,18 @@ def has_chats(config: Config) -> bool:
 def _is_given(config: Config, part: str) -> bool:
     """Return whether the user has set a part explicitly: on the command line, or in the file that sets [model] pretrained. Paths
     of the commit in the cache of the Hub are those that an earlier start has recorded or printed."""
-    on_command_line = config.origins.get(SETTING, "").startswith("--")
+    on_command_line = _is_on_command_line(config, SETTING)
     commit = config.model.revision if hub.is_commit(config.model.revision) else ""
 
     def is_explicit(key: str) -> bool:
         is_fetched = commit and f"snapshots/{commit}" in str(config.value(key))
-        origin = config.origins.get(key, "")
-        return bool(origin) and (not on_command_line or origin.startswith("--")) and not is_fetched
+        return key in config.origins and (not on_command_line or _is_on_command_line(config, key)) and not is_fetched
 
     return any(map(is_explicit, _PARTS[part]))
+
+
+def _is_on_command_line(config: Config, key: str) -> bool:
+    return config.origins.get(key, "").startswith("--")
 
 
 def _require_local(config: Config) -> None:
