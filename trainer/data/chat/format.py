@@ -76,7 +76,7 @@ class ChatFormat:
             if name not in self._special:
                 raise ConfigError("data.allowed_special", f"the tokenizer has no special token {name}")
         self._allowed_special = sorted(allowed_special)
-        self._is_own = template == own_template(tokenizer.files)
+        self._needs_no_names = names is not None and template == own_template(tokenizer.files)
         known = {*self._special, *self._names.values()}
         only_known = tags_are_text(template, tokenizer.files)
         self._special_names = SpecialNames(known, allowed_special, only_known=only_known)
@@ -138,7 +138,7 @@ class ChatFormat:
     def self_contained(self) -> str:
         """Return the template with definitions of bos_token and similar variables, so that it needs no other configuration. The
         tokenizer's own template is returned as it is, because the tokenizer's files define these variables."""
-        if self._is_own:
+        if self._needs_no_names:
             return self.template
         names = "".join(f"{{% set {name} = {json.dumps(token)} %}}" for name, token in sorted(self._names.items()))
         return f'{names}{{{{ "" }}}}{self.template}'

@@ -38,6 +38,10 @@ _TOOL = {
     },
 }
 _REASONED = [{"reasoning_content": "A reason."} | message if i % 2 else message for i, message in enumerate(_TALK)]
+_TAGGED = [
+    message | {"content": f"<think>\nA reason.\n</think>\n\n{message['content']}"} if i % 2 else message
+    for i, message in enumerate(_TALK)
+]
 _CALLED = [
     _TALK[0],
     {"role": "assistant", "content": "", "tool_calls": [_CALL]},
@@ -48,6 +52,7 @@ _PROBES = [
     template_data(_TALK, None, {}),
     template_data([{"role": "system", "content": "A rule. /no_think"}, *_TALK], None, {}),
     template_data(_REASONED, None, {}),
+    template_data(_TAGGED, None, {}),
     template_data(_CALLED, [_TOOL], {}),
 ]
 """Conversations that show whether a template's answers can be located. Every template renders the first. In SmolLM3's templates,
