@@ -6,6 +6,7 @@ import os
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -73,6 +74,7 @@ def test_a_dry_run_says_where_a_run_would_start(ranks, tiny, tmp_path):
     assert "checkpoints   2 of " in new and new.endswith("dry run complete: nothing was written\n")
     assert f"run folder    {tmp_path}/run: resumes from step 2\n" in resumed and "steps         3 to 4, " in resumed
     assert f"weights       of {tmp_path}/run/checkpoints/step-00000002, which is intact\n" in resumed
+    assert " if steps take as long as those of the run so far\n" in resumed and " so far\n" not in new
     assert "resumes from step 2, after newer checkpoints are moved to a folder discarded-N\n" in rolled_back
     assert "already finished at step 4; raise --training.steps to continue\n" in finished and "steps  " not in finished
     assert other.startswith(f"cannot resume from {tmp_path}/run/checkpoints/step-00000004: run.seed was 0, is 5;")
@@ -161,11 +163,17 @@ def test_a_dry_run_of_two_ranks_is_one_process_that_writes_nothing(tiny, tmp_pat
     assert [path.name for path in tmp_path.rglob("*")] == ["tmp"]
 
 
-def test_a_plan_that_exceeds_the_memory_does_not_fit(tiny, monkeypatch, capsys):
-    config = load_config(tiny)
-    monkeypatch.setattr(dry_run, "memory_available", lambda: 1000)
-    assert not dry_run._plan(config, 1, 1, torch.device("cpu"), 4)
-    assert "0.00 MiB of this node are free\n" in capsys.readouterr().out
+@pytest.mark.parametrize(("ranks_per_node", "fits"), [(1, True), (2, False)])
+def test_the_planned_memory_of_all_ranks_of_a_node_must_be_free(monkeypatch, capsys, ranks_per_node, fits):
+    monkeypatch.setattr(dry_run, "memory_available", lambda: 1.5 * 2**30)
+    largest, slowest = SimpleNamespace(peak=2**30), SimpleNamespace(total_s=2.0)
+    plan = SimpleNamespace(fits=True, largest=largest, slowest=slowest, tokens_per_second=100.0)
+    assert dry_run._report_plan(plan, ranks_per_node, torch.device("cpu"), 30, is_rate_known=True) is fits
+    memory, time = capsys.readouterr().out.splitlines()
+    assert memory == "memory        1.00 GiB at the peak of a rank (planned); 1.50 GiB of this node are free"
+    assert time.startswith(
+        "time          1m00s for 30 steps, 100 tokens/s (planned from typical rates of a CPU; small "
+    )
 
 
 def test_a_dry_run_of_one_process_is_that_of_the_launcher(monkeypatch):

@@ -1,5 +1,6 @@
 """Dry run: everything that a run checks before its first step, and what it would do, without a change on the disk."""
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,15 +25,19 @@ from trainer.planning.report import format_bytes
 from trainer.run.preflight import check_disk, disk_free, remaining_checkpoints, state_bytes
 from trainer.run.resolve import ResolvedRun
 from trainer.run.run_folder import require_usable, resume_point
+from trainer.run.sinks.sink import METRICS_FILE
 from trainer.run.text_format import TextFormat, load_text_format, require_same_tokenizer
 from trainer.run.training_data import prepare_and_open, require_unchanged_mixture, with_steps
 from trainer.runtime import device as devices
 from trainer.runtime import distributed
 from trainer.runtime.accelerators import ACCELERATORS
 from trainer.system.children import end_children
+from trainer.system.files import read_json_lines
 from trainer.system.process import memory_available
 from trainer.system.units import GIB, duration
 
+_RECORDS = 20
+"""Number of records from which the time of a step is taken."""
 _GPU_RESERVE = 2 * GIB
 """Device memory that the allocator cannot use, as in scripts/plan.py."""
 
@@ -83,7 +88,10 @@ def report(config: Config, resolved: ResolvedRun, ranks_per_node: int, device: t
         _line("epochs", "; ".join(_epochs(config, data.datasets)))
     _line("checkpoints", _checkpoints(config, resolved, done))
     _line("evaluation", _evaluation(config, data))
-    fits = _plan(config, dims.world_size, ranks_per_node, device, 0 if steps is None else steps - done)
+    remaining = 0 if steps is None else steps - done
+    fits = _plan(config, dims.world_size, ranks_per_node, device, remaining)
+    if remaining and point is not None and (step_s := _measured_step_s(config.run.folder)):
+        _line("", f"{duration(remaining * step_s)}, if steps take as long as those of the run so far")
     return _end(fits)
 
 
@@ -250,10 +258,18 @@ def _report_plan(plan: RunEstimate, ranks_per_node: int, device: torch.device, s
     _line("memory", where + ("" if free is None else f"; {format_bytes(free)} of {place} are free"))
     if is_rate_known:
         step_s = plan.slowest.total_s
-        rough = ", from typical rates of a CPU" if device.type == "cpu" else ""
+        rough = " from typical rates of a CPU; small models take longer" if device.type == "cpu" else ""
         total = f"{duration(steps * step_s)} for {steps} steps, " if steps else ""
         text = f"{total}{plan.tokens_per_second:,.0f} tokens/s (planned{rough})"
         _line("time", f"{text}, without preparation, evaluation and checkpoints")
     else:
         _line("time", f"unknown, because the trainer has no figures for {devices.name(device)}")
     return fits
+
+
+def _measured_step_s(folder: Path) -> float | None:
+    """Return the median time of a step in the last records of a run, or None if it has none."""
+    path = folder / METRICS_FILE
+    records = [record for record in read_json_lines(path) if record.get("kind") == "train"] if path.exists() else []
+    times = [record["step_time_s"] for record in records[-_RECORDS:] if "step_time_s" in record]
+    return statistics.median(times) if times else None

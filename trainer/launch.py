@@ -182,12 +182,15 @@ def run_dry(listener: SignalListener) -> NoReturn:
     from trainer.runtime import device
 
     listener.react = partial(end_before_training, clean_up=end_children)
-    with one_line_errors(config):
-        resolved = resolve(config, options.ranks * options.max_nodes)
-        device.require_enough_gpus(config.run.device, options.ranks)
-        code = dry_run(config, resolved, options.ranks)
+    try:
+        with one_line_errors(config):
+            resolved = resolve(config, options.ranks * options.max_nodes)
+            device.require_enough_gpus(config.run.device, options.ranks)
+            code = dry_run(config, resolved, options.ranks)
+    except SystemExit as exit:
+        code = exit.code
     flush_standard_streams()
-    os._exit(code)
+    os._exit(code)  # gloo's threads may abort in the interpreter's clean-up
 
 
 class SignalForwarder:
