@@ -18,7 +18,6 @@ from trainer.checkpoint.resume import ResumePoint
 from trainer.config import Config, ConfigError
 from trainer.config.render import to_toml
 from trainer.data.build import Datasets
-from trainer.data.sampling.loader import BatchPartition
 from trainer.engine import Engine, build_model_parts, build_objective
 from trainer.evaluate import Evaluator, build_eval_sets
 from trainer.inference.samples import SampleGenerator, encode_prompts, stop_tokens
@@ -38,7 +37,7 @@ from trainer.run.resolve import ResolvedRun, require_profiled_step
 from trainer.run.run_folder import create_run_folder, log_data, log_summary, save_run_info, versions
 from trainer.run.sinks import build_sinks
 from trainer.run.sinks.sink import LoggedRun
-from trainer.run.text_format import TextFormat, load_text_format, require_same_tokenizer
+from trainer.run.text_format import load_text_format, require_same_tokenizer
 from trainer.run.training_data import (
     TrainingData,
     epochs_of,
@@ -88,6 +87,8 @@ def build_trainer(
     torch.manual_seed(config.run.seed + dist.get_rank())
 
     text = load_text_format(config, resolved)
+    is_chat = bool(text.chat_template)
+    prompts = encode_prompts(config.samples, config.data, text.tokenizer, is_chat, config.training.seq_len)
     if point is not None:
         require_same_tokenizer(point, config.tokenizer, text.tokenizer)
     meshes = Meshes(resolved.dims, device, timedelta(seconds=config.distributed.timeout_s))
@@ -141,7 +142,18 @@ def build_trainer(
         state=state,
         engine=engine,
         data=TrainingData(config, datasets, partition, device, stop),
-        samples=_build_samples(config, resolved, text, initial, partition, device),
+        samples=SampleGenerator(
+            config=config.samples,
+            prompts=prompts,
+            is_chat=is_chat,
+            tokenizer=text.tokenizer,
+            stop=stop_tokens(text.tokenizer, json.loads(initial.files[GENERATION_CONFIG])),
+            vocab_size=resolved.sizes.vocab_size,
+            seq_len=config.training.seq_len,
+            partition=partition,
+            device=device,
+            steps=config.training.steps,
+        ),
         evaluator=Evaluator(config.evaluation, eval_sets, partition, device, config.training.steps),
         checkpoints=checkpoints,
         early_stopping=EarlyStopping(config.evaluation, checkpoints.best.identity),
@@ -162,30 +174,6 @@ def _attention_kernels(config: Config, resolved: ResolvedRun, device: torch.devi
     dtype, by_document = devices.DTYPES[config.training.compute_dtype], config.data.document_mask
     kinds = resolved.plan.kinds.values()
     return ", ".join(dict.fromkeys(kernel_name(kind, (q, k), dims.cp, by_document, dtype, device) for kind in kinds))
-
-
-def _build_samples(
-    config: Config,
-    resolved: ResolvedRun,
-    text: TextFormat,
-    initial: InitialModel,
-    partition: BatchPartition,
-    device: torch.device,
-) -> SampleGenerator:
-    """Encode the prompts, collectively, and build the generator of their texts. Raises ConfigError."""
-    tokenizer, seq_len, is_chat = text.tokenizer, config.training.seq_len, bool(text.chat_template)
-    return SampleGenerator(
-        config=config.samples,
-        prompts=encode_prompts(config.samples, config.data, tokenizer, is_chat, seq_len),
-        is_chat=is_chat,
-        tokenizer=tokenizer,
-        stop=stop_tokens(tokenizer, json.loads(initial.files[GENERATION_CONFIG])),
-        vocab_size=resolved.sizes.vocab_size,
-        seq_len=seq_len,
-        partition=partition,
-        device=device,
-        steps=config.training.steps,
-    )
 
 
 def _build_checkpoints(
