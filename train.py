@@ -40,7 +40,7 @@ def run(config: Config, listener: SignalListener) -> int:
     from trainer.data.sampling.workers import LoadingFailed
     from trainer.resilience.guard import TrainingDiverged
     from trainer.run.resolve import resolve
-    from trainer.run.run_folder import acquire_lock, already_finished, release_if_empty, resume_point
+    from trainer.run.run_folder import acquire_lock, already_finished, open_log, release_if_empty, resume_point
     from trainer.runtime import device, distributed
 
     with one_line_errors(config):
@@ -51,6 +51,7 @@ def run(config: Config, listener: SignalListener) -> int:
         distributed.init_process_group(config.distributed, rank_device)
         distributed.require_agreement(resolved.shared)
         lock = acquire_lock(config.run.folder)
+        open_log(config.run.folder)
         saved = resume_point(config.run.folder, config.checkpoint.load_step, resolved.fingerprint)
         if saved is None or not already_finished(config, saved.state):
             trainer = build_trainer(config, resolved, rank_device, saved)
@@ -60,8 +61,8 @@ def run(config: Config, listener: SignalListener) -> int:
             listener.react = trainer.stop.receive
             trainer.train()
     except ConfigError as error:
-        release_if_empty(config.run.folder, lock)
         distributed.print_once_per_node(config.explain(error))
+        release_if_empty(config.run.folder, lock)  # with the log, which tells only this
         return 2
     except (TrainingDiverged, SaveFailed) as error:
         distributed.print_once_per_node(str(error))

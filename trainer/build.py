@@ -20,7 +20,6 @@ from trainer.config import Config, ConfigError
 from trainer.config.pretrained import provenance
 from trainer.config.render import to_toml
 from trainer.data.build import Datasets
-from trainer.data.sampling.loader import BatchPartition
 from trainer.engine import Engine, build_model_parts, build_objective
 from trainer.evaluate import Evaluator, build_eval_sets
 from trainer.inference.samples import SampleGenerator, encode_prompts, stop_tokens
@@ -41,7 +40,7 @@ from trainer.run.run_folder import create_run_folder, log_data, log_summary, sav
 from trainer.run.sinks import build_sinks
 from trainer.run.sinks.services import require_access
 from trainer.run.sinks.sink import LoggedRun
-from trainer.run.text_format import TextFormat, load_text_format, require_same_tokenizer
+from trainer.run.text_format import load_text_format, require_same_tokenizer
 from trainer.run.training_data import (
     TrainingData,
     epochs_of,
@@ -89,13 +88,11 @@ def build_trainer(
         )
     run_on_rank_0(lambda: require_access(config.metrics))
     create_run_folder(folder)
-    devices.set_cpu_threads(config.training.cpu_threads)
-    if device.type == "cpu":
-        keep_freed_memory()
-    deterministic = devices.set_deterministic(config.run.deterministic, device)
-    torch.manual_seed(config.run.seed + dist.get_rank())
+    deterministic = _set_up_process(config, device)
 
     text = load_text_format(config, resolved)
+    is_chat = bool(text.chat_template)
+    prompts = encode_prompts(config.samples, config.data, text.tokenizer, is_chat, config.training.seq_len)
     if point is not None:
         require_same_tokenizer(point, config.tokenizer, text.tokenizer)
     meshes = Meshes(resolved.dims, device, timedelta(seconds=config.distributed.timeout_s))
@@ -147,7 +144,18 @@ def build_trainer(
         state=state,
         engine=engine,
         data=TrainingData(config, datasets, partition, device, stop),
-        samples=_build_samples(config, resolved, text, initial, partition, device),
+        samples=SampleGenerator(
+            config=config.samples,
+            prompts=prompts,
+            is_chat=is_chat,
+            tokenizer=text.tokenizer,
+            stop=stop_tokens(text.tokenizer, json.loads(initial.files[GENERATION_CONFIG])),
+            vocab_size=resolved.sizes.vocab_size,
+            seq_len=config.training.seq_len,
+            partition=partition,
+            device=device,
+            steps=config.training.steps,
+        ),
         evaluator=Evaluator(config.evaluation, eval_sets, partition, device, config.training.steps),
         checkpoints=checkpoints,
         early_stopping=EarlyStopping(config.evaluation, checkpoints.best.identity),
@@ -158,6 +166,16 @@ def build_trainer(
         watchdog=Watchdog(config.resilience.hang_timeout_s, stop),
         stop=stop,
     )
+
+
+def _set_up_process(config: Config, device: torch.device) -> bool:
+    """Set the threads, the allocator and the random generators of this process. Return whether all operators are deterministic."""
+    devices.set_cpu_threads(config.training.cpu_threads)
+    if device.type == "cpu":
+        keep_freed_memory()
+    deterministic = devices.set_deterministic(config.run.deterministic, device)
+    torch.manual_seed(config.run.seed + dist.get_rank())
+    return deterministic
 
 
 def _attention_kernels(config: Config, resolved: ResolvedRun, device: torch.device) -> str:
@@ -177,30 +195,6 @@ def _build_stragglers(
     for part in model_parts:
         stragglers.time_blocks_of(part.get_submodule(resolved.plan.blocks_path))
     return stragglers
-
-
-def _build_samples(
-    config: Config,
-    resolved: ResolvedRun,
-    text: TextFormat,
-    initial: InitialModel,
-    partition: BatchPartition,
-    device: torch.device,
-) -> SampleGenerator:
-    """Encode the prompts, collectively, and build the generator of their texts. Raises ConfigError."""
-    tokenizer, seq_len, is_chat = text.tokenizer, config.training.seq_len, bool(text.chat_template)
-    return SampleGenerator(
-        config=config.samples,
-        prompts=encode_prompts(config.samples, config.data, tokenizer, is_chat, seq_len),
-        is_chat=is_chat,
-        tokenizer=tokenizer,
-        stop=stop_tokens(tokenizer, json.loads(initial.files[GENERATION_CONFIG])),
-        vocab_size=resolved.sizes.vocab_size,
-        seq_len=seq_len,
-        partition=partition,
-        device=device,
-        steps=config.training.steps,
-    )
 
 
 def _build_checkpoints(

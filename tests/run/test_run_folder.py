@@ -128,6 +128,7 @@ def make_socket(path):
         ("metrics.jsonl", lambda path: path.symlink_to("/dev/null"), "is a device, not a file"),
         ("config.toml", os.mkfifo, "is a named pipe, not a file"),
         (".lock", os.mkfifo, "is a named pipe, not a file"),
+        ("log.txt", os.mkfifo, "is a named pipe, not a file"),
         ("tb", os.mkfifo, "is a file, not a folder"),
         ("checkpoints", lambda path: path.touch(), "is a file, not a folder"),
         ("metrics.jsonl", lambda path: path.symlink_to("missing.jsonl"), ""),

@@ -2,7 +2,7 @@
 
 import math
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -14,6 +14,10 @@ from trainer.system import console
 
 WINDOW = 128
 """Number of most recent accepted steps. A spike is detected by comparison with their losses and gradient norms."""
+MANY_STEPS, _FIRST_STEPS = 100, 10
+"""Number of steps in a row whose losses are far above those of the first steps, when a run is said to diverge."""
+_FAR_ABOVE = 0.5
+"""A loss is far above another if it exceeds it by this share of it, and by this number."""
 _MIN_HISTORY = 32
 """Minimum number of accepted steps before a step can count as a spike."""
 
@@ -146,6 +150,33 @@ class StabilityGuard:
         return {"counts": self.counts, "history": self.history}
 
 
+@dataclass
+class DivergenceWarning:
+    """Warning, once, that the loss stays far above the loss of the first steps of this process."""
+
+    first: list[float] = field(default_factory=list)
+    """Losses of the first steps."""
+    steps_above: int = 0
+    """Number of steps in a row whose loss is above the limit. A non-finite loss is not counted."""
+    has_warned: bool = False
+
+    def observe(self, outcome: StepOutcome) -> None:
+        if not math.isfinite(outcome.loss):
+            return
+        if len(self.first) < _FIRST_STEPS:
+            self.first.append(outcome.loss)
+            return
+        start = sum(self.first) / _FIRST_STEPS
+        limit = start + max(_FAR_ABOVE * abs(start), _FAR_ABOVE)
+        self.steps_above = self.steps_above + 1 if outcome.loss > limit else 0
+        if self.steps_above == MANY_STEPS and not self.has_warned:
+            self.has_warned = True
+            console.warning(
+                f"step {outcome.step}: the loss was {start:.4g} at the start and has been above {limit:.4g} for {MANY_STEPS} "
+                "steps: the run diverges; a lower learning rate or a longer warm-up may prevent it"
+            )
+
+
 class StepMonitor:
     """Monitor that reads step outcomes and applies the policy for skipped steps. On a GPU, it reads each outcome one step late,
     so that the host does not wait for the device."""
@@ -155,6 +186,7 @@ class StepMonitor:
         self.config = config
         self.late = device.type != "cpu"
         self.transfer = HostTransfer(device)
+        self.divergence = DivergenceWarning()
         self.unread: deque[tuple[int, int, Tensor, Event | None]] = deque()
         """Step, cursor, packed outcome in host memory and event of each unread outcome. The event, if any, completes when the
         tensor is filled."""
@@ -200,6 +232,7 @@ class StepMonitor:
             if outcome.skipped:
                 counts = f"{outcome.consecutive_skips} in a row, {outcome.total_skips} in total"
                 console.warning(f"{outcome}; update skipped ({counts})")
+            self.divergence.observe(outcome)
             outcomes.append(outcome)
         return outcomes
 

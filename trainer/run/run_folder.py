@@ -41,6 +41,7 @@ _LIBRARIES = ("torch", "safetensors", "xxhash", "tiktoken", "sentencepiece")
 _LOCK = ".lock"
 _FOLDERS = ("checkpoints", "tb")
 _FILES = ("metrics.jsonl", "config.toml", "environment.json")
+_LOG = "log.txt"
 
 
 def acquire_lock(folder: Path) -> TextIO | None:
@@ -82,10 +83,16 @@ def _in_use(folder: Path, holder: str) -> ConfigError:
     return ConfigError("", f"{folder} is in use by {holder}; choose another --run.name")
 
 
+def open_log(folder: Path) -> None:
+    """Append all that rank 0 logs from now on to the log of the run folder too."""
+    if dist.get_rank() == 0:
+        console.log_to(folder / _LOG)
+
+
 def _check_types(folder: Path) -> None:
     """Raise ConfigError if a name in the run folder belongs to something that is not the run's file or folder. Opening a named
     pipe would wait forever."""
-    problems = {folder / name: file_error(folder / name) for name in (_LOCK, *_FILES)}
+    problems = {folder / name: file_error(folder / name) for name in (_LOCK, _LOG, *_FILES)}
     folders = (folder / name for name in _FOLDERS)
     problems |= {path: folder_error(path) for path in folders if os.path.lexists(path)}
     for path, problem in problems.items():
@@ -113,10 +120,10 @@ def release_if_empty(folder: Path, lock: TextIO | None) -> None:
         subfolders = [remaining.pop(name) for name in _FOLDERS if name in remaining]
         files = [remaining.pop(name) for name in _FILES if name in remaining]
         is_empty = not any(map(os.listdir, subfolders)) and not any(file.stat().st_size for file in files)
-        if set(remaining) == {_LOCK} and is_empty:
+        if set(remaining) - {_LOG} == {_LOCK} and is_empty:  # the log of a rejected run tells only the rejection
             for path in subfolders:
                 path.rmdir()
-            for path in (*files, remaining[_LOCK]):
+            for path in (*files, *remaining.values()):
                 path.unlink()
             folder.rmdir()
 

@@ -18,6 +18,7 @@ from trainer.config import ConfigError, DistributedConfig
 from trainer.runtime import device as devices
 from trainer.runtime.collectives import lift_torch_limit, limit_collectives
 from trainer.runtime.rendezvous import connect, wait_for_all
+from trainer.system import console
 from trainer.system.children import require_main_guard
 from trainer.system.process import local_rank, node_id
 from trainer.system.streams import print_error
@@ -114,6 +115,7 @@ def shutdown() -> None:
 
 def print_once_per_node(line: str) -> None:
     """Print a line on stderr once per node, even if several ranks of the node call this function with the same error."""
+    console.record_in_file(line)
     with suppress(*_STORE_LOST):  # the rank that hosted the store has reported the error and ended
         _store().set("failed", "")  # so that ranks that lose the connection to this one stay silent
         if _store().add(f"reported/{node_id()}", 1) == 1:
@@ -138,7 +140,9 @@ def report_failure(error: BaseException) -> None:
     with suppress(*_STORE_LOST):
         if dist.is_initialized():
             _store().set("failed", "")
-    print_error(f"[rank {rank}] " + "".join(traceback.format_exception(error)))
+    text = f"[rank {rank}] " + "".join(traceback.format_exception(error))
+    console.record_in_file(text)
+    print_error(text)
 
 
 def is_peer_loss(error: BaseException) -> bool:

@@ -4,15 +4,19 @@ Messages are records of the standard logger "meshwright". A program that imports
 a level of its own; these then replace the lines on stdout and stderr.
 """
 
+import io
 import logging
 import os
 import sys
 import threading
 import time
 from contextlib import suppress
+from logging.handlers import WatchedFileHandler
+from pathlib import Path
 
 from tqdm import tqdm
 
+from trainer.system.files import require_regular
 from trainer.system.streams import presentable
 from trainer.system.units import duration
 
@@ -38,27 +42,84 @@ class ConsoleHandler(logging.Handler):
     """Writes information to stdout, and warnings to stderr."""
 
     def emit(self, record: logging.LogRecord) -> None:
+        if not getattr(record, "on_console", True):
+            return
         is_warning = record.levelno >= logging.WARNING
-        rank = f"[rank {_rank()}] " if _rank() else ""
-        text = f"warning: {record.getMessage()}" if is_warning else record.getMessage()
         # The streams of now: a caller may have replaced or closed those of the import.
         with suppress(OSError):  # a full disk or a closed terminal must not stop a run
             file = sys.stderr if is_warning else sys.stdout
-            print(f"{time.strftime('%H:%M:%S')} {rank}{presentable(text)}", file=file, flush=True)
+            print(f"{time.strftime('%H:%M:%S')} {_line(record)}", file=file, flush=True)
 
 
-def _log(level: int, text: str) -> None:
+class FileHandler(WatchedFileHandler):
+    """Appends what the console shows to a file, which logrotate may move. A failure is one warning on the console."""
+
+    def __init__(self, path: Path):
+        super().__init__(path, encoding="utf-8", errors="backslashreplace", delay=True)
+        self.path = path
+        self.has_warned = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            super().emit(record)
+        except OSError:
+            self.handleError(record)
+
+    def format(self, record: logging.LogRecord) -> str:
+        return f"{time.strftime('%Y-%m-%d %H:%M:%S')} {_line(record)}"
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not self.has_warned:
+            self.has_warned = True
+            reason = getattr(sys.exc_info()[1], "strerror", None) or "unknown reason"
+            warning(f"{self.path} cannot be written ({reason}); the run continues")
+
+    def _open(self) -> io.TextIOWrapper:
+        require_regular(self.path)  # opening a named pipe would wait forever
+        return super()._open()
+
+
+def _line(record: logging.LogRecord) -> str:
+    rank = f"[rank {_rank()}] " if _rank() else ""
+    is_warning = record.levelno >= logging.WARNING
+    return rank + presentable(f"warning: {record.getMessage()}" if is_warning else record.getMessage())
+
+
+def log_to(path: Path) -> None:
+    """Append all later lines of this process, whether LOG_RANK lists it or not, to a file too. It replaces an earlier one."""
+    _set_up()
+    for handler in _files():
+        LOGGER.removeHandler(handler)
+        handler.close()
+    LOGGER.addHandler(FileHandler(path))
+
+
+def record_in_file(text: str) -> None:
+    """Append a line to the file of `log_to`, if there is one. The console shows it by other means."""
+    if _files():
+        _log(logging.INFO, text, on_console=False)
+
+
+def _files() -> list[FileHandler]:
+    return [handler for handler in LOGGER.handlers if isinstance(handler, FileHandler)]
+
+
+def _set_up() -> None:
     if not LOGGER.handlers:  # the program has set none of its own
         LOGGER.addHandler(ConsoleHandler())
         LOGGER.propagate = False  # otherwise a configured root logger would repeat each line
         if LOGGER.level == logging.NOTSET:
             LOGGER.setLevel(logging.INFO)
-    LOGGER.log(level, "%s", text)
+
+
+def _log(level: int, text: str, on_console: bool = True) -> None:
+    if on_console or _files():
+        _set_up()
+        LOGGER.log(level, "%s", text, extra={"on_console": on_console})
 
 
 def info(text: str) -> None:
-    if _is_logging_rank():
-        _log(logging.INFO, text)
+    _log(logging.INFO, text, _is_logging_rank())
 
 
 def announce(text: str) -> None:
@@ -67,8 +128,7 @@ def announce(text: str) -> None:
 
 
 def warning(text: str) -> None:
-    if _is_logging_rank():
-        _log(logging.WARNING, text)
+    _log(logging.WARNING, text, _is_logging_rank())
 
 
 def on_terminal() -> bool:

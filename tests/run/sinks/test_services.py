@@ -1,5 +1,6 @@
 """The real services show the values of metrics.jsonl: W&B offline, MLflow in a database and on a server, Trackio locally."""
 
+import html
 import json
 import os
 import pty
@@ -194,14 +195,28 @@ def test_the_step_is_the_x_axis_of_wandb(tmp_path):
     assert [(metric.glob_name, metric.step_metric) for metric in metrics] == [("*", "step")]
 
 
-def test_mlflow_gets_name_tags_and_notes(tmp_path):
+SAMPLES = {
+    "kind": "samples",
+    "step": 4,
+    "timestamp_s": 1e9,
+    "samples": [{"prompt": "a <b>", "text": "def f():\n  <i>"}],
+}
+SAMPLE = "after 'a <b>':\n\n    def f():\n      <i>"
+
+
+def test_mlflow_gets_name_tags_notes_and_the_newest_samples(tmp_path):
     mlflow = pytest.importorskip("mlflow")
     uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
-    write(tmp_path, MLflow, mlflow_tracking_uri=uri, **OPTIONS)
+    with opened(logged_run(tmp_path, mlflow_tracking_uri=uri, **OPTIONS), MLflow) as process:
+        process.write((1,), 1.0)
+        for sink in (process.jsonl, process.delivery):
+            sink.write(SAMPLES)
+            sink.write(SAMPLES | {"step": 6})
     client = mlflow.MlflowClient(uri)
     (run,) = client.search_runs([client.get_experiment_by_name("options").experiment_id])
     assert (run.info.run_name, run.info.status) == ("title", "FINISHED")
     assert run.data.tags.items() >= {"a": "true", "b": "true", "mlflow.note.content": "why"}.items()
+    assert run.data.tags["samples/1"] == f"step 6, {SAMPLE}"
 
 
 def test_trackio_gets_name_tags_and_notes(tmp_path):
@@ -210,6 +225,26 @@ def test_trackio_gets_name_tags_and_notes(tmp_path):
     (run,) = trackio.Api().runs("options")
     assert run.name == "title"
     assert (run.config["tags"], run.config["notes"]) == (["a", "b"], "why")
+
+
+def test_wandb_shows_samples(tmp_path):
+    pytest.importorskip("wandb")
+    service = Wandb(logged_run(tmp_path))
+    service.write(SAMPLES)
+    service.close()
+    (path,) = tmp_path.rglob("*.html")
+    assert html.escape(SAMPLE) in path.read_text()
+
+
+def test_trackio_shows_samples(tmp_path):
+    pytest.importorskip("trackio")
+    from trackio.sqlite_storage import SQLiteStorage
+
+    service = Trackio(logged_run(tmp_path, project="samples"))
+    service.write(SAMPLES)
+    service.close()
+    (log,) = SQLiteStorage.get_logs("samples", "run")
+    assert log["step"] == 4 and log["samples/1"]["_value"] == SAMPLE
 
 
 def test_runs_of_one_name_in_two_folders_do_not_mix(tmp_path):

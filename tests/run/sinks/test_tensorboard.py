@@ -13,10 +13,11 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.custom_scalar import layout_pb2
 
 from tests.run.sinks.runs import FLAGS, STEPS, logged_run, opened, record, recorded, train, wait_for
 from tests.training_runs import combine, in_folder
-from trainer.run.sinks.tensorboard import TensorBoard
+from trainer.run.sinks.tensorboard import CHARTS, TensorBoard
 from trainer.testing.ranks import RankError
 
 SINKS = ["--metrics.sinks", "console,jsonl,tensorboard"]
@@ -120,6 +121,39 @@ def read(folder):
 
 def files(folder):
     return sorted((folder / "tb").iterdir())
+
+
+def test_the_board_has_groups_of_curves_the_configuration_and_the_samples(tmp_path):
+    board = TensorBoard(logged_run(tmp_path))
+    board.rewind(-1)
+    board.write(record(1, 3.0))
+    samples = [{"prompt": "def ", "text": "f(x):\n\treturn"}, {"prompt": "a", "text": ""}]
+    board.write({"kind": "samples", "step": 2, "timestamp_s": 1e9, "samples": samples, "samples_time_s": 0.5})
+    board.close()
+    again = TensorBoard(logged_run(tmp_path))  # a resumed run
+    (tmp_path / "config.toml").write_text("[training]\nsteps = 30\n")
+    again.write(record(3, 2.0))
+    again.close()
+    events = EventAccumulator(str(tmp_path / "tb"), size_guidance={"tensors": 0}).Reload()
+    shown = {tag: [(e.step, e.tensor_proto.string_val[0].decode()) for e in events.Tensors(tag)]
+             for tag in ("config.toml", "samples/1", "samples/2")}  # fmt: skip
+    assert shown["samples/1"] == [(2, "after 'def ':\n\n    f(x):\n    \treturn")]
+    assert shown["samples/2"] == [(2, "after 'a':\n\n")]
+    assert [step for step, _ in shown["config.toml"]] == [1, 3]
+    assert "    steps = 30\n" in shown["config.toml"][1][1]
+    assert set(events.PluginTagToContent("text")) == set(shown)
+    layout = layout_pb2.Layout.FromString(events.Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0])
+    assert [category.title for category in layout.category] == ["losses", "speed", "memory"]
+    assert {e.step for e in events.Scalars("train/loss")} == {1, 3}
+
+
+def test_every_chart_of_the_board_has_a_curve(runs):
+    names = set().union(*(recorded(runs / name) for name in ("stopped", "killed")))
+    only_on_gpus = {"train/mfu_percent"}
+    for charts in CHARTS.values():
+        for patterns in charts.values():
+            for pattern in set(patterns) - only_on_gpus:
+                assert any(re.fullmatch(pattern, name) for name in names), pattern
 
 
 def test_a_resumed_run_continues_the_file_of_a_process_that_ended_properly(tmp_path):

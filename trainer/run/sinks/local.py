@@ -72,11 +72,8 @@ class Console:
         step, steps = record["step"], self.steps
         remaining_s = self.remaining.after(record)
         mfu = f" | MFU {record['mfu_percent']:.1f} %" if "mfu_percent" in record else ""
-        loss = f"loss {record['loss']:.4f}"
-        if console.on_terminal():
-            loss = f"\x1b[1m{loss}\x1b[0m"
         return (
-            f"step {step:>{len(str(steps))}}/{steps} | {loss} | grad norm {record['grad_norm']:.3f} "
+            f"step {step:>{len(str(steps))}}/{steps} | loss {record['loss']:.4f} | grad norm {record['grad_norm']:.3f} "
             f"| lr {record['learning_rate']:.2e} | {record['tokens_per_second']:,.0f} tokens/s{mfu} "
             f"| {record['memory_peak_gib']:.2f} GiB | {100 * step // steps} % | {duration(remaining_s)} left"
         )

@@ -1,5 +1,6 @@
 """Services for experiments. Each class is a `Service` of a `Delivery`: it writes at once, and raises if it cannot."""
 
+import html
 import importlib.metadata
 import os
 import re
@@ -11,7 +12,7 @@ from typing import Any
 
 from trainer.config import ConfigError, MetricsConfig
 from trainer.run.sinks.delivery import HistoryLost, first_line
-from trainer.run.sinks.sink import LoggedRun, scalars, timestamp_s
+from trainer.run.sinks.sink import LoggedRun, scalars, texts, timestamp_s
 from trainer.system import console
 
 _UNUSABLE_RUN = ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE")
@@ -62,7 +63,8 @@ class Wandb:
     def write(self, record: dict[str, Any]) -> None:
         if self.history is None:
             self.history = self._open(self.run.metrics.tags)
-        self.history.log({"step": record["step"], "time": timestamp_s(record), **scalars(record)})
+        shown = {name: _wandb_text(text) for name, text in texts(record).items()}
+        self.history.log({"step": record["step"], "time": timestamp_s(record), **scalars(record), **shown})
 
     def rewind(self, step: int) -> None:
         """Begin a run with a new id. An old one that was written offline is deleted; any other gets the tag "replaced"."""
@@ -117,6 +119,12 @@ class Wandb:
         return history
 
 
+def _wandb_text(text: str) -> Any:
+    import wandb
+
+    return wandb.Html(f"<pre>{html.escape(text)}</pre>", inject=False)
+
+
 class MLflow:
     """A run of MLflow, on a tracking server or in a database."""
 
@@ -126,15 +134,18 @@ class MLflow:
         self.run, self.state, self.client = run, {}, None
 
     def write(self, record: dict[str, Any]) -> None:
-        from mlflow.entities import Metric
+        from mlflow.entities import Metric, RunTag
 
         if self.client is None:
             self._open()
         # If a request is repeated, because its answer was lost, the server recognizes values of the same time.
         time_ms = int(1000 * timestamp_s(record))
         values = [Metric(key, value, time_ms, record["step"]) for key, value in scalars(record).items()]
+        # Tags, because a run's files may belong to a folder that does not exist here. They show the newest texts.
+        newest = {name: f"step {record['step']}, {text}"[:5000] for name, text in texts(record).items()}
+        tags = [RunTag(name, text) for name, text in newest.items()]
         with self._history(self.client):
-            self.client.log_batch(self.state["id"], metrics=values)
+            self.client.log_batch(self.state["id"], metrics=values, tags=tags)
 
     def rewind(self, step: int) -> None:
         """Begin another run, and mark the old one as deleted: values of a run cannot be removed."""
@@ -225,7 +236,8 @@ class Trackio:
     def write(self, record: dict[str, Any]) -> None:
         if self.history is None:
             self._open()
-        self.history.log(scalars(record), step=record["step"])
+        shown = {name: _trackio_text(text) for name, text in texts(record).items()}
+        self.history.log(scalars(record) | shown, step=record["step"])
 
     def rewind(self, step: int) -> None:
         """Delete the run. The next one has the same name."""
@@ -257,6 +269,12 @@ class Trackio:
             embed=False,
         )
         self.state["id"] = self.history.id
+
+
+def _trackio_text(text: str) -> Any:
+    import trackio
+
+    return trackio.Markdown(text)
 
 
 def _flat(table: dict[str, Any]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import indent
 from typing import Any, Protocol
 
 import tomli
@@ -51,6 +52,17 @@ def scalars(record: dict[str, Any]) -> dict[str, float]:
     """Return the values of a record that are curves, by their names, such as train/loss and eval/held_out/loss."""
     group = "/".join(filter(None, (record["kind"], record.get("dataset"))))
     return {f"{group}/{k}": v for k, v in record.items() if k not in _NOT_PLOTTED and isinstance(v, int | float)}
+
+
+def texts(record: dict[str, Any]) -> dict[str, str]:
+    """Return the texts of a record in Markdown, by their names: samples/1, samples/2."""
+    samples = enumerate(record["samples"], 1) if record["kind"] == "samples" else ()
+    return {f"samples/{i}": f"after {sample['prompt']!r}:\n\n{code_block(sample['text'])}" for i, sample in samples}
+
+
+def code_block(text: str) -> str:
+    """Return a text as it is, in Markdown. Any text may be indented, but a fence may occur in it."""
+    return indent(text, "    ", lambda line: True)
 
 
 def timestamp_s(record: dict[str, Any]) -> float:

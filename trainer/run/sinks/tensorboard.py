@@ -8,8 +8,25 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from trainer.run.sinks.sink import LoggedRun, scalars, timestamp_s
+from trainer.run.sinks.sink import LoggedRun, code_block, scalars, texts, timestamp_s
 from trainer.system.files import is_moved
+
+CHARTS = {
+    "losses": {
+        "loss": ["train/loss", "eval/.*/loss"],
+        "perplexity": ["eval/.*/perplexity"],
+        "gradient norm": ["train/grad_norm"],
+        "learning rate": ["train/learning_rate"],
+    },
+    "speed": {
+        "tokens per second": ["train/tokens_per_second"],
+        "MFU in percent": ["train/mfu_percent"],
+        "seconds of a step, by phase": ["train/.*_time_s"],
+        "seconds of a save": ["checkpoint/.*"],
+    },
+    "memory": {"GiB": ["train/memory_.*"]},
+}
+"""Group in TensorBoard's tab Custom Scalars -> chart -> regular expressions of its curves."""
 
 
 class TensorBoard:
@@ -24,6 +41,8 @@ class TensorBoard:
 
     def __init__(self, run: LoggedRun):
         self.folder = run.folder / "tb"
+        self.config = run.folder / "config.toml"
+        self.is_described = False
         self.state: dict[str, Any] = {}  # the time of the last record
         self.file: BinaryIO | None = None
 
@@ -34,10 +53,14 @@ class TensorBoard:
         if self.file is None or is_moved(self.file):
             self._open()
         self.state["time_s"] = max(timestamp_s(record), self.state.get("time_s", 0.0))  # the clock may go back
+        if not self.is_described:
+            self._describe(record["step"])
         event = Event(step=record["step"], wall_time=self.state["time_s"])
         for tag, value in scalars(record).items():
             event.summary.value.add(tag=tag, simple_value=value)
         self._append(event)
+        for tag, text in texts(record).items():
+            self._append_tensor("text", tag, text.encode(), record["step"])
 
     def rewind(self, step: int) -> None:
         """Begin a file without records, and empty the others. If they were deleted, a running TensorBoard would wait for them."""
@@ -81,9 +104,38 @@ class TensorBoard:
         time_s = max(int(time.time()), max(times, default=0) + 1)
         path = self.folder / f"events.out.tfevents.{time_s:010}.{socket.gethostname()}"
         self.file = path.open("ab")
+        self.is_described = False
         self._append(Event(wall_time=time.time(), file_version="brain.Event:2"))
         if content:
             self._append(Event(wall_time=time.time(), **content))
+
+    def _describe(self, step: int) -> None:
+        """Append the configuration as text, once in each process, and the groups of curves."""
+        from tensorboard.plugins.custom_scalar.layout_pb2 import Layout, MultilineChartContent
+
+        if self.config.exists():  # a program may have no run folder
+            self._append_tensor("text", "config.toml", code_block(self.config.read_text()).encode(), step)
+        layout = Layout()
+        for group, charts in CHARTS.items():
+            category = layout.category.add(title=group)
+            for title, tags in charts.items():
+                category.chart.add(title=title, multiline=MultilineChartContent(tag=tags))
+        self._append_tensor("custom_scalars", "custom_scalars__config__", layout.SerializeToString(), step)
+        self.is_described = True
+
+    def _append_tensor(self, plugin: str, tag: str, content: bytes, step: int) -> None:
+        """Append a value that a plugin shows. tensorboard's own function for the groups of curves needs TensorFlow."""
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.types_pb2 import DT_STRING
+
+        event = Event(step=step, wall_time=self.state["time_s"])
+        value = event.summary.value.add(tag=tag)
+        value.metadata.plugin_data.plugin_name = plugin
+        value.tensor.dtype = DT_STRING
+        value.tensor.string_val.append(content)
+        if plugin == "text":
+            value.tensor.tensor_shape.dim.add(size=1)
+        self._append(event)
 
     def _append(self, event: Any) -> None:
         """Append an event at once. If this fails, remove what was written of it, because a reader stops at a damaged event."""
