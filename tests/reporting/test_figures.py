@@ -51,11 +51,13 @@ def test_a_metric_that_this_version_does_not_know_has_a_figure(tmp_path):
 
 
 def test_phases_are_parts_of_the_step_and_have_means(tmp_path):
-    figures = figures_of([run_of(tmp_path, train_record(1), train_record(2))], [None])
+    figures = figures_of([run_of(tmp_path, train_record(1), train_record(2, metrics_time_s=0.5))], [None])
     stack = figures.phases[0]
-    assert stack.is_stack and [line.label for line in stack.lines] == ["data", "forward", "backward"]
+    assert stack.is_stack and [line.label for line in stack.lines] == ["data", "forward", "backward", "metrics"]
+    assert list(stack.lines[3].values) == [0.0, 0.5]  # the first record does not name this phase
     assert figures.phase_table == [
-        ("data", ["0.25 s (12.5 %)"]), ("forward", ["1 s (50.0 %)"]), ("backward", ["0.75 s (37.5 %)"]),
+        ("data", ["0.25 s (11.1 %)"]), ("forward", ["1 s (44.4 %)"]), ("backward", ["0.75 s (33.3 %)"]),
+        ("metrics", ["0.25 s (11.1 %)"]),
     ]  # fmt: skip
 
 

@@ -157,7 +157,7 @@ def overview_of(run: Any) -> Overview:
         tokens=f"{tokens:,}" if type(tokens) is int else "",
         speed=_last_of(speed, "{:,.0f}"),
         memory=f"{_largest(memory):.3g} GiB" if memory else "",
-        span=f"{clock(records.first_time_s)} to {clock(records.last_time_s)} ({duration(seconds)})"
+        span=f"{clock(records.first_time_s)[:16]}, {duration(seconds)}"
         if math.isfinite(seconds) and 0 <= seconds < 1e12
         else "",
     )

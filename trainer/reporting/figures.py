@@ -1,7 +1,7 @@
 """What the page draws: one figure per metric, with a line for each run, and the phases of each run's step."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
@@ -202,21 +202,23 @@ def _means(curve: Curve) -> Curve | None:
     return smooth
 
 
-def _phase_curves(run: Run) -> Mapping[str, Curve]:
-    """Return the curves of the phases that every training record of the run has."""
-    curves, steps = run.records.curves, run.records.train_steps
-    found = {phase: curves.get(f"train/{phase}_time_s") for phase in PHASES}
-    return {phase: curve for phase, curve in found.items() if curve and curve.steps == steps}
+def _phase_seconds(run: Run) -> dict[str, np.ndarray]:
+    """Return phase -> its seconds in each training record, which are 0 in a record that does not name the phase."""
+    steps, seconds = np.asarray(run.records.train_steps), {}
+    for phase in PHASES:
+        if curve := run.records.curves.get(f"train/{phase}_time_s"):
+            seconds[phase] = np.zeros(len(steps))
+            seconds[phase][np.searchsorted(steps, curve.steps)] = curve.values
+    return seconds
 
 
 def _phase_figure(run: Run, several: bool) -> Figure | None:
-    curves = _phase_curves(run)
-    if not curves:
+    seconds = _phase_seconds(run)
+    if not seconds:
         return None
-    table = np.stack([np.asarray(curve.values) for curve in curves.values()], axis=1)
-    last, means = group_means(table, PHASE_POINTS)
+    last, means = group_means(np.stack(list(seconds.values()), axis=1), PHASE_POINTS)
     lines = []
-    for i, phase in enumerate(curves):
+    for i, phase in enumerate(seconds):
         mean = Curve()
         for row, value in zip(last, means[:, i], strict=True):
             mean.append(run.records.train_steps[row], value)
@@ -229,7 +231,7 @@ def phase_table(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
     rows: dict[str, list[str]] = {}
     of_runs = []
     for run in runs:
-        means = {phase: float(np.nanmean(curve.values)) for phase, curve in _phase_curves(run).items()}
+        means = {phase: float(np.nan_to_num(seconds).mean()) for phase, seconds in _phase_seconds(run).items()}
         of_runs.append((means, sum(means.values())))
     for phase in PHASES:
         if any(phase in means for means, _ in of_runs):

@@ -51,7 +51,8 @@
     }
     return low > 0 && step - x[low - 1] <= x[low] - step ? low - 1 : low;
   }
-  const written = (value) => (Number.isFinite(value) ? String(value) : "not finite");
+  // A value of a record as it is; the mean of a group of records with six digits.
+  const written = (value, isMean) => (Number.isFinite(value) ? String(isMean ? Number(value.toPrecision(6)) : value) : "not finite");
   let cursor = null;
   function show(step) {
     cursor = step;
@@ -61,11 +62,12 @@
       line.style.display = inside ? "block" : "none";
       if (inside) line.style.transform = `translateX(${Math.round(px)}px)`;
       let all = true;
-      for (const { output, last, x, y } of series) {
+      for (const { output, last, x, y, color } of series) {
         if (step === null || !x.length) { output.textContent = last; continue; }
         const i = nearest(x, step), same = x[i] === step;
         all &&= same;
-        output.textContent = same ? written(y[i]) : `${written(y[i])} at ${x[i].toLocaleString("en")}`;
+        const text = written(y[i], color === undefined);
+        output.textContent = same ? text : `${text} at ${x[i].toLocaleString("en")}`;
       }
       if (at) at.textContent = step === null ? "last value" : `at step ${step.toLocaleString("en")}`;
     }
