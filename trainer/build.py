@@ -169,7 +169,7 @@ def build_trainer(
 
 
 def _set_up_process(config: Config, device: torch.device) -> bool:
-    """Set the threads, the allocator and the random generators of this process. Return whether all operators are deterministic."""
+    """Set threads, allocator and random generators of this process. Return whether all operators are deterministic."""
     devices.set_cpu_threads(config.training.cpu_threads)
     if device.type == "cpu":
         keep_freed_memory()

@@ -19,7 +19,7 @@ from trainer.parallel import validate
 from trainer.parallel.pipeline import SCHEDULES
 from trainer.run.resolve import resolve, resolve_model
 
-FILES = sorted((ROOT / "train_configs").glob("*.toml"))
+FILES = sorted((ROOT / "train_configs").rglob("*.toml"))
 
 # As published; each is the sum over the architecture's tensors in the model cards' checkpoints.
 PARAMETERS = {
