@@ -21,6 +21,20 @@ from trainer.system.process import exit_on_interrupt
 if __name__ == "__main__":
     exit_on_interrupt()
 
+from trainer.config.command_line import Arguments, answer_early, die, run_to_end
+
+
+def arguments() -> Arguments:
+    parser = Arguments(__doc__)
+    command_help = "list: print the steps, newest first; verify: check all files; inspect: print metadata and tensors"
+    parser.add_argument("command", choices=["list", "verify", "inspect"], help=command_help)
+    parser.add_argument("path", type=Path, help="run folder, its checkpoints/ folder, or one checkpoint")
+    return parser
+
+
+if __name__ == "__main__":
+    answer_early(arguments())  # before torch is imported
+
 from tqdm import tqdm
 
 from trainer.checkpoint import manifest
@@ -28,7 +42,6 @@ from trainer.checkpoint.commit import parse_step
 from trainer.checkpoint.manifest import CorruptError
 from trainer.checkpoint.resume import LARGEST_STATE, check_train_state, list_checkpoints
 from trainer.checkpoint.storage import read_index
-from trainer.config.command_line import Arguments, die, run_to_end
 from trainer.system.files import folder_error
 
 
@@ -103,11 +116,7 @@ COMMANDS = {"list": print_list, "verify": verify, "inspect": inspect}
 
 def main() -> None:
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # "| head" ends the process
-    parser = Arguments(__doc__)
-    command_help = "list: print the steps, newest first; verify: check all files; inspect: print metadata and tensors"
-    parser.add_argument("command", choices=list(COMMANDS), help=command_help)
-    parser.add_argument("path", type=Path, help="run folder, its checkpoints/ folder, or one checkpoint")
-    args = parser.parse_args()
+    args = arguments().parse_args()
     if problem := folder_error(args.path):
         die(f"{args.path}: {problem}")
     checkpoints = find_checkpoints(args.path)

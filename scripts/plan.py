@@ -25,6 +25,7 @@ if __name__ == "__main__":
 
 from trainer.config.command_line import (
     Arguments,
+    answer_early,
     config_from_command_line,
     die,
     non_negative_float,
@@ -34,12 +35,8 @@ from trainer.config.command_line import (
     positive_int,
     run_to_end,
 )
-from trainer.planning.estimate import MAX_RANKS, Hardware, estimate
-from trainer.planning.report import as_json, as_text, canvas, draw, headline, ranking
-from trainer.planning.search import search
+from trainer.planning.limits import MAX_RANKS
 from trainer.runtime.accelerators import ACCELERATORS, SHORT_NAMES, AcceleratorSpec
-from trainer.system.process import cores, meminfo
-from trainer.system.units import GIB
 
 RATES = {
     "memory-bandwidth": ("memory_bandwidth", "bandwidth of device memory"),
@@ -49,6 +46,41 @@ RATES = {
     "host-memory-bandwidth": ("host_memory_bandwidth", "bandwidth of host memory per device"),
 }
 """Name of a flag (without "--" and "-gbs") -> (field of AcceleratorSpec, help text of the flag)."""
+
+
+def arguments() -> Arguments:
+    parser = Arguments(__doc__, settings=True)
+    add = parser.add_argument
+    add("--world-size", type=number(int, 1, MAX_RANKS), default=8, metavar="N", help="number of ranks")
+    add("--device", choices=[*SHORT_NAMES, "cpu"], default="h100", help="cpu: this machine")
+    from_hf_help = "config.json of a model in Hugging Face's format, or its folder (short for --model.huggingface)"
+    add("--from-hf", type=Path, metavar="PATH", help=from_hf_help)
+    add("--tokens", type=positive_float, metavar="N", help="report the time to train on N tokens")
+    reserve_help = "device memory that the allocator cannot use: driver context, NCCL buffers"
+    add("--reserve-gib", type=non_negative_float, default=2.0, metavar="X", help=reserve_help)
+    add("--search", action="store_true", help="compare parallel layouts, and print the settings of the fastest")
+    add("--max-candidates", type=positive_int, metavar="N", help="maximum number of layouts to simulate (default: 24)")
+    add("--json", action="store_true", help="print JSON")
+    plot_help = "plot memory over a step of the rank with the largest peak, as .png, .svg or .pdf (requires matplotlib)"
+    add("--plot", type=Path, metavar="FILE", help=plot_help)
+    group = parser.add_argument_group("figures that replace those of the device (1 GB/s = 10^9 bytes per second)")
+    group.add_argument("--memory-gib", type=positive_float, metavar="X", help="device memory")
+    group.add_argument("--host-memory-gib", type=positive_float, metavar="X", help="host memory per device")
+    group.add_argument("--peak-tflops", type=positive_float, metavar="X", help="peak rate of dense matmuls")
+    group.add_argument("--gpus-per-node", type=positive_int, metavar="N", help="devices in a node")
+    for flag, (field, text) in RATES.items():
+        group.add_argument(f"--{flag}-gbs", dest=field, type=positive_float, metavar="X", help=text)
+    return parser
+
+
+if __name__ == "__main__":
+    answer_early(arguments())  # before torch is imported
+
+from trainer.planning.estimate import Hardware, estimate
+from trainer.planning.report import as_json, as_text, canvas, draw, headline, ranking
+from trainer.planning.search import search
+from trainer.system.process import cores, meminfo
+from trainer.system.units import GIB
 
 
 def this_machine() -> AcceleratorSpec:
@@ -77,27 +109,7 @@ def accelerator_of(args: argparse.Namespace) -> AcceleratorSpec:
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    parser = Arguments(__doc__, settings=True)
-    add = parser.add_argument
-    add("--world-size", type=number(int, 1, MAX_RANKS), default=8, metavar="N", help="number of ranks")
-    add("--device", choices=[*SHORT_NAMES, "cpu"], default="h100", help="cpu: this machine")
-    from_hf_help = "config.json of a model in Hugging Face's format, or its folder (short for --model.huggingface)"
-    add("--from-hf", type=Path, metavar="PATH", help=from_hf_help)
-    add("--tokens", type=positive_float, metavar="N", help="report the time to train on N tokens")
-    reserve_help = "device memory that the allocator cannot use: driver context, NCCL buffers"
-    add("--reserve-gib", type=non_negative_float, default=2.0, metavar="X", help=reserve_help)
-    add("--search", action="store_true", help="compare parallel layouts, and print the settings of the fastest")
-    add("--max-candidates", type=positive_int, metavar="N", help="maximum number of layouts to simulate (default: 24)")
-    add("--json", action="store_true", help="print JSON")
-    plot_help = "plot memory over a step of the rank with the largest peak, as .png, .svg or .pdf (requires matplotlib)"
-    add("--plot", type=Path, metavar="FILE", help=plot_help)
-    group = parser.add_argument_group("figures that replace those of the device (1 GB/s = 10^9 bytes per second)")
-    group.add_argument("--memory-gib", type=positive_float, metavar="X", help="device memory")
-    group.add_argument("--host-memory-gib", type=positive_float, metavar="X", help="host memory per device")
-    group.add_argument("--peak-tflops", type=positive_float, metavar="X", help="peak rate of dense matmuls")
-    group.add_argument("--gpus-per-node", type=positive_int, metavar="N", help="devices in a node")
-    for flag, (field, text) in RATES.items():
-        group.add_argument(f"--{flag}-gbs", dest=field, type=positive_float, metavar="X", help=text)
+    parser = arguments()
     args, settings = parser.parse_known_args(argv)
     if args.search and (args.json or args.tokens or args.plot):
         parser.error("--search prints a table: it cannot be combined with --json, --tokens or --plot")

@@ -10,9 +10,6 @@ from trainer.run.resolve import ResolvedRun, resolve
 from trainer.runtime.accelerators import AcceleratorSpec
 from trainer.system.units import GIB
 
-MAX_RANKS = 10**5
-"""Maximum world size of a plan. Fake process groups take a minute to create for this number of ranks."""
-
 
 @dataclass(frozen=True)
 class Hardware:
