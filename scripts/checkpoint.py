@@ -22,13 +22,26 @@ from trainer.system.process import exit_on_interrupt
 if __name__ == "__main__":
     exit_on_interrupt()
 
+from trainer.config.command_line import Arguments, answer_early, die, run_to_end
+
+
+def arguments() -> Arguments:
+    parser = Arguments(__doc__)
+    command_help = "list: print the steps, newest first; verify: check all files; inspect: print metadata and tensors"
+    parser.add_argument("command", choices=["list", "verify", "inspect"], help=command_help)
+    parser.add_argument("path", type=Path, help="run folder, its checkpoints/ folder, one checkpoint, or RUN@best")
+    return parser
+
+
+if __name__ == "__main__":
+    answer_early(arguments())  # before torch is imported
+
 from tqdm import tqdm
 
 from trainer.checkpoint import manifest
 from trainer.checkpoint.manifest import CorruptError
 from trainer.checkpoint.resume import LARGEST_STATE, check_train_state
 from trainer.checkpoint.storage import read_index
-from trainer.config.command_line import Arguments, die, run_to_end
 from trainer.config.model_source import best_checkpoint, best_step, list_checkpoints
 from trainer.system.checkpoint_folder import STATE_FILE, parse_step
 from trainer.system.files import folder_error
@@ -111,11 +124,7 @@ COMMANDS = {"list": print_list, "verify": verify, "inspect": inspect}
 
 def main() -> None:
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # "| head" ends the process
-    parser = Arguments(__doc__)
-    command_help = "list: print the steps, newest first; verify: check all files; inspect: print metadata and tensors"
-    parser.add_argument("command", choices=list(COMMANDS), help=command_help)
-    parser.add_argument("path", type=Path, help="run folder, its checkpoints/ folder, one checkpoint, or RUN@best")
-    args = parser.parse_args()
+    args = arguments().parse_args()
     if problem := folder_error(split_best(args.path)[0]):
         die(f"{args.path}: {problem}")
     checkpoints = find_checkpoints(args.path)

@@ -7,6 +7,7 @@ python scripts/convert_hf.py merge outputs/my_lora out/     # base model plus ad
 
 import sys
 from pathlib import Path
+from typing import get_args
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -15,6 +16,40 @@ from trainer.system.process import exit_on_interrupt
 if __name__ == "__main__":
     exit_on_interrupt()
 
+from trainer.config.command_line import Arguments, answer_early, die, positive_float, run_to_end
+from trainer.config.schema import ModelFamily
+
+_DTYPE, _SHARD_GIB = "bf16", 5.0
+"""Defaults of --dtype and of --shard-gib."""
+
+
+def arguments() -> Arguments:
+    parser = Arguments(__doc__)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    export = commands.add_parser("to-hf", help="write the model and its tokenizer for the package transformers")
+    merge = commands.add_parser("merge", help="write a base model with an adapter merged into it")
+    load = commands.add_parser("from-hf", help="write a checkpoint with only the model, for --checkpoint.init_from")
+    for command in (export, merge):
+        command.add_argument("source", type=Path, help="checkpoint, or run folder (its newest checkpoint, or RUN@best)")
+        command.add_argument("--dtype", choices=["bf16", "fp32"], help=f"dtype of the weights (default: {_DTYPE})")
+    merge.add_argument(
+        "--base", type=Path, metavar="PATH", help="base model (default: its path when the adapter was trained)"
+    )
+    load.add_argument(
+        "source", type=Path, help="folder in the Hugging Face format (--checkpoint.init_from reads it too)"
+    )
+    for command in (export, merge, load):
+        command.add_argument("out", type=Path, help="folder to write")
+        shard_help = f"maximum size of one weight file (default: {_SHARD_GIB})"
+        command.add_argument("--shard-gib", type=positive_float, metavar="GIB", help=shard_help)
+    families = f"one of {', '.join(get_args(ModelFamily))}; default: the first with the type and the sizes of the model"
+    load.add_argument("--family", metavar="NAME", help=families)
+    return parser
+
+
+if __name__ == "__main__":
+    answer_early(arguments())  # before torch is imported
+
 from tqdm import tqdm
 
 from models import MODELS
@@ -22,14 +57,10 @@ from trainer.checkpoint.adapter import is_adapter, write_peft
 from trainer.checkpoint.export import HfExport
 from trainer.checkpoint.huggingface import HfModelFolder, family_of, import_folder, require_new_folder
 from trainer.checkpoint.manifest import CorruptError
-from trainer.config.command_line import Arguments, die, positive_float, run_to_end
 from trainer.config.fields import did_you_mean
 from trainer.config.model_source import resolve_checkpoint
 from trainer.runtime.device import DTYPES
 from trainer.system.units import GIB
-
-_DTYPE, _SHARD_GIB = "bf16", 5.0
-"""Defaults of --dtype and of --shard-gib."""
 
 
 def to_hf(checkpoint: Path, out: Path, dtype: str, shard_bytes: int, base: Path | None = None) -> None:
@@ -49,27 +80,7 @@ def from_hf(source: Path, out: Path, family: str | None, shard_bytes: int) -> No
 
 
 def main() -> None:
-    parser = Arguments(__doc__)
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    export = commands.add_parser("to-hf", help="write the model and its tokenizer for the package transformers")
-    merge = commands.add_parser("merge", help="write a base model with an adapter merged into it")
-    load = commands.add_parser("from-hf", help="write a checkpoint with only the model, for --checkpoint.init_from")
-    for command in (export, merge):
-        command.add_argument("source", type=Path, help="checkpoint, or run folder (its newest checkpoint, or RUN@best)")
-        command.add_argument("--dtype", choices=list(DTYPES), help=f"dtype of the weights (default: {_DTYPE})")
-    merge.add_argument(
-        "--base", type=Path, metavar="PATH", help="base model (default: its path when the adapter was trained)"
-    )
-    load.add_argument(
-        "source", type=Path, help="folder in the Hugging Face format (--checkpoint.init_from reads it too)"
-    )
-    for command in (export, merge, load):
-        command.add_argument("out", type=Path, help="folder to write")
-        shard_help = f"maximum size of one weight file (default: {_SHARD_GIB})"
-        command.add_argument("--shard-gib", type=positive_float, metavar="GIB", help=shard_help)
-    families = f"one of {', '.join(MODELS)}; default: the first with the type and the sizes of the model"
-    load.add_argument("--family", metavar="NAME", help=families)
-    args = parser.parse_args()
+    args = arguments().parse_args()
     shard_bytes = int((args.shard_gib or _SHARD_GIB) * GIB)
     try:
         require_new_folder(args.out)

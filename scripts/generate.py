@@ -19,11 +19,9 @@ from trainer.system.process import exit_on_interrupt
 if __name__ == "__main__":
     exit_on_interrupt()
 
-import torch.distributed as dist
-
-from trainer.config import ConfigError, DistributedConfig
 from trainer.config.command_line import (
     Arguments,
+    answer_early,
     die,
     non_negative_float,
     non_negative_int,
@@ -32,6 +30,40 @@ from trainer.config.command_line import (
     run_to_end,
     utf8,
 )
+
+
+def arguments() -> Arguments:
+    parser = Arguments(__doc__)
+    add = parser.add_argument
+    add("path", type=Path, help="checkpoint, run folder (its newest checkpoint, or RUN@best), or Hugging Face folder")
+    add("--base", type=Path, metavar="PATH", help="base model of an adapter (default: the path at training)")
+    add("--prompt", type=utf8, metavar="TEXT", help="text to continue")
+    add("--chat", action="store_true", help="start a chat, in which each line of stdin is a message of the user")
+    add("--system", default="", type=utf8, metavar="TEXT", help="system message of the chat")
+    add("--chat-template", default="", metavar="NAME", help="shipped template or a file (default: the model's)")
+    add("--max-new-tokens", type=positive_int, default=256, metavar="N", help="maximum number of tokens of an answer")
+    add("--max-seq-len", type=non_negative_int, default=0, metavar="N", help="context window; 0: seq_len of training")
+    add("--temperature", type=non_negative_float, default=0.8, metavar="T", help="0: the most likely token")
+    add("--top-k", type=non_negative_int, default=0, metavar="K", help="sample among the K most likely tokens; 0: all")
+    add(
+        "--top-p",
+        type=number(float, 1e-18, 1),
+        default=1.0,
+        metavar="P",
+        help="nucleus sampling: total probability of candidates",
+    )
+    add("--seed", type=non_negative_int, default=0, metavar="N", help="seed of the sampling")
+    add("--dtype", choices=["fp32", "bf16"], help="default: bf16 on a GPU, fp32 on a CPU")
+    add("--device", choices=["auto", "gpu", "cpu"], default="auto", help="device of the model")
+    return parser
+
+
+if __name__ == "__main__":
+    answer_early(arguments())  # before torch is imported
+
+import torch.distributed as dist
+
+from trainer.config import ConfigError, DistributedConfig
 from trainer.data.chat.format import ChatFormat
 from trainer.data.chat.template import TemplateFailure
 from trainer.inference.generate import Sampling, TextGenerator, TextStream
@@ -105,28 +137,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = Arguments(__doc__)
-    add = parser.add_argument
-    add("path", type=Path, help="checkpoint, run folder (its newest checkpoint, or RUN@best), or Hugging Face folder")
-    add("--base", type=Path, metavar="PATH", help="base model of an adapter (default: the path at training)")
-    add("--prompt", type=utf8, metavar="TEXT", help="text to continue")
-    add("--chat", action="store_true", help="start a chat, in which each line of stdin is a message of the user")
-    add("--system", default="", type=utf8, metavar="TEXT", help="system message of the chat")
-    add("--chat-template", default="", metavar="NAME", help="shipped template or a file (default: the model's)")
-    add("--max-new-tokens", type=positive_int, default=256, metavar="N", help="maximum number of tokens of an answer")
-    add("--max-seq-len", type=non_negative_int, default=0, metavar="N", help="context window; 0: seq_len of training")
-    add("--temperature", type=non_negative_float, default=0.8, metavar="T", help="0: the most likely token")
-    add("--top-k", type=non_negative_int, default=0, metavar="K", help="sample among the K most likely tokens; 0: all")
-    add(
-        "--top-p",
-        type=number(float, 1e-18, 1),
-        default=1.0,
-        metavar="P",
-        help="nucleus sampling: total probability of candidates",
-    )
-    add("--seed", type=non_negative_int, default=0, metavar="N", help="seed of the sampling")
-    add("--dtype", choices=["fp32", "bf16"], help="default: bf16 on a GPU, fp32 on a CPU")
-    add("--device", choices=["auto", "gpu", "cpu"], default="auto", help="device of the model")
+    parser = arguments()
     args = parser.parse_args()
     if (args.prompt is None) != args.chat:
         parser.error("expected either --prompt TEXT or --chat")

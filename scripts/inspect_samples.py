@@ -18,10 +18,23 @@ from trainer.system.process import exit_on_interrupt
 if __name__ == "__main__":
     exit_on_interrupt()
 
+from trainer.config.command_line import Arguments, answer_early, die, positive_int, run_to_end
+
+
+def arguments() -> Arguments:
+    parser = Arguments(__doc__)
+    parser.add_argument("run", type=Path, help="run folder")
+    parser.add_argument("step", type=positive_int, help="number of a completed step")
+    parser.add_argument("--show", action="store_true", help="print complete samples, with their targets")
+    return parser
+
+
+if __name__ == "__main__":
+    answer_early(arguments())  # before torch is imported
+
 import numpy as np
 
 from trainer.config import ConfigError
-from trainer.config.command_line import Arguments, die, positive_int, run_to_end
 from trainer.config.load import load_config
 from trainer.data.build import open_datasets
 from trainer.data.datasets import dataset_configs, prepare_datasets
@@ -74,11 +87,7 @@ def print_samples(run: Path, step: int, complete: bool) -> None:
 
 
 def main() -> None:
-    parser = Arguments(__doc__)
-    parser.add_argument("run", type=Path, help="run folder")
-    parser.add_argument("step", type=positive_int, help="number of a completed step")
-    parser.add_argument("--show", action="store_true", help="print complete samples, with their targets")
-    args = parser.parse_args()
+    args = arguments().parse_args()
     if not (args.run / "metrics.jsonl").is_file():
         die(f"{args.run}: is not a run folder, because it has no metrics.jsonl")
     print_samples(args.run, args.step, args.show)

@@ -28,6 +28,21 @@ from trainer.system.process import exit_on_interrupt
 if __name__ == "__main__":
     exit_on_interrupt()
 
+from trainer.config.command_line import Arguments, add_layout_option, answer_early, positive_int, run_to_end
+
+LAYOUTS = ["dp_shard=1", "tp=2", "cp=2", "cp=2 tp=2", "pp=2", "compile.enabled=true"]
+
+
+def arguments() -> Arguments:
+    parser = Arguments(__doc__, settings=True)
+    add_layout_option(parser, ", ".join(LAYOUTS))
+    parser.add_argument("--probes", type=positive_int, default=12, metavar="N", help="number of tokens to change")
+    return parser
+
+
+if __name__ == "__main__":
+    answer_early(arguments())  # before torch is imported
+
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -36,17 +51,15 @@ from torch import Tensor
 from models.spec import Head
 from trainer.batch import Batch
 from trainer.build import build_trainer
-from trainer.config.command_line import Arguments, positive_int, run_to_end
 from trainer.config.load import load_config
 from trainer.data.sampling.samples import Samples
 from trainer.parallel.step import Step
 from trainer.run.resolve import ResolvedRun, resolve
 from trainer.testing.bugs import BUGS
-from trainer.testing.layouts import Table, add_layout_option, num_ranks
+from trainer.testing.layouts import Table, num_ranks
 from trainer.testing.parity import Row, Runs, build_rows, control_row, full
 from trainer.testing.ranks import LocalRanks, RankError
 
-LAYOUTS = ["dp_shard=1", "tp=2", "cp=2", "cp=2 tp=2", "pp=2", "compile.enabled=true"]
 _CHANGED = 1e-6
 """Fraction of the largest hidden value by which a changed position differs."""
 
@@ -146,10 +159,7 @@ def run(runs: Runs, row: Row, table: Table, count: int, bug: str = "") -> bool:
 
 
 def main() -> None:
-    parser = Arguments(__doc__, settings=True)
-    add_layout_option(parser, ", ".join(LAYOUTS))
-    parser.add_argument("--probes", type=positive_int, default=12, metavar="N", help="number of tokens to change")
-    args, argv = parser.parse_known_args()
+    args, argv = arguments().parse_known_args()
     with tempfile.TemporaryDirectory(prefix="leak-probe-", ignore_cleanup_errors=True) as folder:
         runs = Runs(argv, 1, Path(folder))
         rows, misfits = build_rows(runs, args.layout, LAYOUTS, [1])

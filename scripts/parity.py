@@ -26,10 +26,37 @@ from trainer.system.process import exit_on_interrupt
 if __name__ == "__main__":
     exit_on_interrupt()
 
+from trainer.config.command_line import (
+    Arguments,
+    add_layout_option,
+    answer_early,
+    non_negative_int,
+    positive_int,
+    run_to_end,
+)
+
+
+def arguments() -> Arguments:
+    parser = Arguments(__doc__, settings=True)
+    add_layout_option(parser, "a matrix of all features; layouts that do not fit the configuration are listed")
+    parser.add_argument("--steps", type=positive_int, metavar="N", help="number of steps of each run (default: 20)")
+    micro_help = (
+        "numbers of microbatches on each rank, as multiples of the smallest number that the pipeline schedule accepts"
+    )
+    parser.add_argument("--microbatches", type=positive_int, nargs="+", default=[1, 2], metavar="N", help=micro_help)
+    gradients_help = "number of parameters to list below each row: those whose gradients deviate most"
+    parser.add_argument("--gradients", type=non_negative_int, default=0, metavar="N", help=gradients_help)
+    reference_help = "reference of the layouts: a run on one rank (default), or the first step in transformers"
+    parser.add_argument("--reference", choices=["one-rank", "transformers"], default="one-rank", help=reference_help)
+    return parser
+
+
+if __name__ == "__main__":
+    answer_early(arguments())  # before torch is imported
+
 from trainer.config import ConfigError
-from trainer.config.command_line import Arguments, non_negative_int, positive_int, run_to_end
 from trainer.testing.bugs import BUGS
-from trainer.testing.layouts import PARITY_MATRIX, Table, add_layout_option
+from trainer.testing.layouts import PARITY_MATRIX, Table
 from trainer.testing.parity import LIMITS, Row, Runs, build_rows, control_row
 
 
@@ -59,17 +86,7 @@ def compare(runs: Runs, rows: Sequence[Row], misfits: Sequence[tuple[str, Config
 
 
 def main() -> None:
-    parser = Arguments(__doc__, settings=True)
-    add_layout_option(parser, "a matrix of all features; layouts that do not fit the configuration are listed")
-    parser.add_argument("--steps", type=positive_int, metavar="N", help="number of steps of each run (default: 20)")
-    micro_help = (
-        "numbers of microbatches on each rank, as multiples of the smallest number that the pipeline schedule accepts"
-    )
-    parser.add_argument("--microbatches", type=positive_int, nargs="+", default=[1, 2], metavar="N", help=micro_help)
-    gradients_help = "number of parameters to list below each row: those whose gradients deviate most"
-    parser.add_argument("--gradients", type=non_negative_int, default=0, metavar="N", help=gradients_help)
-    reference_help = "reference of the layouts: a run on one rank (default), or the first step in transformers"
-    parser.add_argument("--reference", choices=["one-rank", "transformers"], default="one-rank", help=reference_help)
+    parser = arguments()
     args, argv = parser.parse_known_args()
     with tempfile.TemporaryDirectory(prefix="parity-", ignore_cleanup_errors=True) as folder:
         with_transformers = args.reference == "transformers"

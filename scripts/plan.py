@@ -25,6 +25,7 @@ if __name__ == "__main__":
 
 from trainer.config.command_line import (
     Arguments,
+    answer_early,
     config_from_command_line,
     die,
     non_negative_float,
@@ -34,11 +35,8 @@ from trainer.config.command_line import (
     positive_int,
     run_to_end,
 )
-from trainer.planning.estimate import MAX_RANKS, Hardware, estimate, this_machine
-from trainer.planning.report import as_json, as_text, canvas, draw, headline, ranking
-from trainer.planning.search import search
+from trainer.planning.limits import MAX_RANKS
 from trainer.runtime.accelerators import ACCELERATORS, SHORT_NAMES, AcceleratorSpec, short_name
-from trainer.system.units import GIB
 
 RATES = {
     "memory-bandwidth": ("memory_bandwidth", "bandwidth of device memory"),
@@ -50,16 +48,7 @@ RATES = {
 """Name of a flag (without "--" and "-gbs") -> (field of AcceleratorSpec, help text of the flag)."""
 
 
-def accelerator_of(args: argparse.Namespace) -> AcceleratorSpec:
-    spec = this_machine() if args.device == "cpu" else ACCELERATORS[SHORT_NAMES[args.device]]
-    changes = {name: getattr(args, name) for name in ("memory_gib", "host_memory_gib", "gpus_per_node")}
-    changes |= {field: (getattr(args, field) or 0) * 1e9 for field, _ in RATES.values()}
-    if args.peak_tflops:
-        changes["flops"] = dict.fromkeys(spec.flops, 1e12 * args.peak_tflops)
-    return replace(spec, **{name: value for name, value in changes.items() if value})
-
-
-def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+def arguments() -> Arguments:
     parser = Arguments(__doc__, settings=True)
     add = parser.add_argument
     add("--world-size", type=number(int, 1, MAX_RANKS), default=8, metavar="N", help="number of ranks")
@@ -83,6 +72,29 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     group.add_argument("--gpus-per-node", type=positive_int, metavar="N", help="devices in a node")
     for flag, (field, text) in RATES.items():
         group.add_argument(f"--{flag}-gbs", dest=field, type=positive_float, metavar="X", help=text)
+    return parser
+
+
+if __name__ == "__main__":
+    answer_early(arguments())  # before torch is imported
+
+from trainer.planning.estimate import Hardware, estimate, this_machine
+from trainer.planning.report import as_json, as_text, canvas, draw, headline, ranking
+from trainer.planning.search import search
+from trainer.system.units import GIB
+
+
+def accelerator_of(args: argparse.Namespace) -> AcceleratorSpec:
+    spec = this_machine() if args.device == "cpu" else ACCELERATORS[SHORT_NAMES[args.device]]
+    changes = {name: getattr(args, name) for name in ("memory_gib", "host_memory_gib", "gpus_per_node")}
+    changes |= {field: (getattr(args, field) or 0) * 1e9 for field, _ in RATES.values()}
+    if args.peak_tflops:
+        changes["flops"] = dict.fromkeys(spec.flops, 1e12 * args.peak_tflops)
+    return replace(spec, **{name: value for name, value in changes.items() if value})
+
+
+def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    parser = arguments()
     args, settings = parser.parse_known_args(argv)
     args.device = short_name("--device", args.device, others=("cpu",))
     if args.search and (args.json or args.tokens or args.plot):

@@ -22,13 +22,12 @@ if __name__ == "__main__":
     exit_on_interrupt()
 
 from trainer.config import Config, ConfigError
-from trainer.config.command_line import Arguments, run_to_end
+from trainer.config.command_line import Arguments, add_layout_option, run_to_end
 from trainer.planning.simulate import Simulation, simulate
 from trainer.testing.allocations import measure, silence_profiler
 from trainer.testing.layouts import (
     Layout,
     Table,
-    add_layout_option,
     flags,
     load_layout,
     num_ranks,

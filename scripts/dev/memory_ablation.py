@@ -22,7 +22,8 @@ if __name__ == "__main__":
 from trainer.config import Config, ConfigError
 from trainer.config.command_line import Arguments, number, run_to_end
 from trainer.config.load import load_config
-from trainer.planning.estimate import MAX_RANKS, Hardware, estimate
+from trainer.planning.estimate import Hardware, estimate
+from trainer.planning.limits import MAX_RANKS
 from trainer.runtime import device as devices
 from trainer.runtime.accelerators import ACCELERATORS, SHORT_NAMES, short_name
 from trainer.system.units import GIB

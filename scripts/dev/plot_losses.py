@@ -23,10 +23,10 @@ if __name__ == "__main__":
     exit_on_interrupt()
 
 from trainer.config import Config, ConfigError
-from trainer.config.command_line import Arguments, positive_int, run_to_end
+from trainer.config.command_line import Arguments, add_layout_option, positive_int, run_to_end
 from trainer.planning.report import canvas
 from trainer.testing.bugs import BUGS
-from trainer.testing.layouts import Layout, add_layout_option, num_ranks
+from trainer.testing.layouts import Layout, num_ranks
 from trainer.testing.parity import LIMITS, Row, Runs, control_row
 
 LAYOUTS = ["dp_shard=2", "dp_shard=2 tp=2", "cp=2 tp=2", "dp_shard=2 tp=2 pp=2"]

@@ -98,6 +98,28 @@ class Arguments(argparse.ArgumentParser):
         die(message)
 
 
+def add_layout_option(parser: argparse.ArgumentParser, default: str) -> None:
+    """Add the option --layout. default: description of the layouts that are used without this option."""
+    names = "settings of a layout; those outside [parallel] are written section.key=value"
+    text = f"{names}; repeat --layout for several layouts (default: {default})"
+    parser.add_argument("--layout", action="append", metavar='"name=value ..."', help=text)
+
+
+def answer_early(parser: Arguments) -> None:
+    """Print the help, or one line about wrong arguments, and exit. A script calls this before it imports torch, which takes
+    seconds, and parses the arguments again later."""
+    try:
+        try:
+            parser.parse_known_args()
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        _exit_without_reader(128 + signal.SIGPIPE)
+    except OSError as error:
+        print_error(describe(error))
+        _exit_without_reader(2)
+
+
 def run_to_end(main: Callable[[], None], interrupted: str = "interrupted") -> None:
     """Check the environment and call main. On a ConfigError or a file system error, print one line and exit with code 2. On
     Ctrl-C or SIGTERM, print one line and exit with code 130 or 143. If the reader of stdout has exited, exit with code 141."""

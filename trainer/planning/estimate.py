@@ -12,9 +12,6 @@ from trainer.runtime.accelerators import AcceleratorSpec
 from trainer.system.process import cores, meminfo
 from trainer.system.units import GIB
 
-MAX_RANKS = 10**5
-"""Maximum world size of a plan. Fake process groups take a minute to create for this number of ranks."""
-
 FRAGMENTATION = 0.1
 """Fraction of device memory that fragmentation of the allocator may waste."""
 COMPILED_EXTRA = 0.1

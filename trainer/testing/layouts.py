@@ -1,7 +1,6 @@
 """Helpers for scripts/parity.py, scripts/dev/ and the tests: layouts as text, settings of small runs, and tables."""
 
 import math
-from argparse import ArgumentParser
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
@@ -119,13 +118,6 @@ def with_default_model(settings: dict[str, str]) -> dict[str, str]:
 
 def num_ranks(parallel: ParallelConfig) -> int:
     return math.prod(getattr(parallel, name) for name in ("dp_replicate", "dp_shard", "cp", "tp", "pp"))
-
-
-def add_layout_option(parser: ArgumentParser, default: str) -> None:
-    """Add the option --layout. default: description of the layouts that are used without this option."""
-    names = "settings of a layout; those outside [parallel] are written section.key=value"
-    text = f"{names}; repeat --layout for several layouts (default: {default})"
-    parser.add_argument("--layout", action="append", metavar='"name=value ..."', help=text)
 
 
 def load_layout(argv: Sequence[str]) -> Config:
