@@ -29,7 +29,15 @@ from trainer.system.process import exit_on_interrupt
 if __name__ == "__main__":
     exit_on_interrupt()
 
-from trainer.config import Config, ConfigError, EvaluationConfig, LrScheduleConfig, MetricsConfig, ProfilingConfig
+from trainer.config import (
+    Config,
+    ConfigError,
+    EvaluationConfig,
+    LrScheduleConfig,
+    MetricsConfig,
+    ProfilingConfig,
+    SamplesConfig,
+)
 from trainer.config.command_line import (
     Arguments,
     config_from_command_line,
@@ -151,15 +159,17 @@ def settings_of_test(config: Config, min_lr: float, max_lr: float, steps: int) -
         keep_interval_steps=0,
         load_step=0,
         export_huggingface=False,
+        export_checkpoint="last",
     )
     return replace(
         config,
         run=replace(config.run, name=f"{config.run.name}-find-lr"),
-        training=replace(config.training, steps=steps),
+        training=replace(config.training, steps=steps, epochs=None),
         optimizer=replace(config.optimizer, lr=max_lr),
         lr_schedule=LrScheduleConfig(name="range_test", min_lr_ratio=min_lr / max_lr),
         checkpoint=checkpoint,
         evaluation=EvaluationConfig(),
+        samples=SamplesConfig(),
         metrics=MetricsConfig(interval_steps=1, sinks=("console", "jsonl")),
         profiling=ProfilingConfig(),
         resilience=replace(config.resilience, on_loss_spike="off", on_max_skips="stop"),

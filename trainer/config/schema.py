@@ -214,8 +214,9 @@ class DataConfig:
     max_document_bytes: Annotated[int, Constraint(min=1, max=2**31, unit="bytes")] = 2**25
     """Maximum length of a readable document. Each process that prepares data needs memory for a few documents of this length."""
     held_out_fraction: Annotated[float, Constraint(min=0, max=0.5)] = 0.01
-    """Fraction of documents to hold out for evaluation. They are selected by a hash of their content. With dataset = "prepared",
-    the store keeps the fraction with which it was prepared."""
+    """Fraction of documents to hold out for evaluation. They are selected by a hash of their content. If the hash selects none or
+    all of a few documents, this share of the tokens, the last ones, is held out instead. With dataset = "prepared", the store
+    keeps the fraction with which it was prepared."""
     chat_template: Annotated[str, Constraint(only_with="a chat or preference dataset")] = "llama3"
     """Format of conversations: a shipped template, such as "llama3" (docs/chat.md), or a path (.jinja file or model folder)."""
     allowed_special: Annotated[tuple[str, ...], Constraint(only_with="a chat or preference dataset")] = ()

@@ -22,8 +22,25 @@ OTHER = ANSWER | {"content": "b"}
         {"chosen": [USER, ANSWER], "rejected": [USER, OTHER]},
         {"prompt": "q", "chosen": [USER, ANSWER], "rejected": [USER, OTHER]},
         {"prompt": "q", "chosen": [ANSWER], "rejected": [OTHER]},
+        {"question": "q", "chosen": "a", "rejected": "b"},
+        {"instruction": "q", "input": "", "chosen": "a", "rejected": [OTHER]},
+        {"prompt": [USER], "chosen": ANSWER, "rejected": "b"},
+        {
+            "conversations": [{"from": "human", "value": "q"}],
+            "chosen": {"from": "gpt", "value": "a"},
+            "rejected": OTHER,
+        },
     ],
-    ids=["separate prompt", "shared messages", "UltraFeedback", "text and messages"],
+    ids=[
+        "separate prompt",
+        "shared messages",
+        "UltraFeedback",
+        "text and messages",
+        "question",
+        "instruction",
+        "single messages",
+        "ShareGPT",
+    ],
 )
 def test_all_layouts_of_pairs_give_the_same_conversations(pair):
     chosen, rejected = map(parse_conversation, parse_preference(pair)[:2])
@@ -50,6 +67,18 @@ def test_earlier_answers_that_both_conversations_share_are_part_of_the_prompt():
         ({"prompt": "p", "chosen": "c"}, "the document has no rejected answer"),
         ({"prompt": "p", "rejected": "c"}, "the document has no chosen answer"),
         ({"chosen": "c", "rejected": "r"}, "the document has no prompt"),
+        ({"question": "", "chosen": "c", "rejected": "r"}, "the question is empty"),
+        (
+            {"query": "q", "good": "c", "worse": "r"},
+            "the document's fields (query, good, worse) are not those of a preference pair: chosen and rejected, with prompt, "
+            'question, or instruction and input; data.columns names other fields, such as data.columns = { prompt = "query", '
+            'rejected = "worse" }',
+        ),
+        (
+            {"messages": [USER, ANSWER]},
+            "the document's fields (messages) are not those of a preference pair: chosen and rejected, with prompt, question, or "
+            'instruction and input; dataset = "chat" reads conversations',
+        ),
         ({"prompt": "p", "chosen": "c", "rejected": "c"}, "the chosen and the rejected answer are equal"),
         (
             {"prompt": "x", "chosen": [USER, ANSWER], "rejected": [USER, ANSWER | {"content": "b"}]},

@@ -95,3 +95,15 @@ def test_a_pair_that_differs_in_white_space_that_is_kept_is_valid():
 def test_the_names_of_unused_fields_are_returned(dataset, document):
     config = DataConfig(dataset=dataset, chat_template="llama3", ignored_fields=("mask",))
     assert encoder(config, DEFAULT)(document).unused_fields == ("id", "mask", "stamp")
+
+
+def test_a_field_that_data_columns_replaces_is_counted_and_a_missing_one_is_named():
+    encode = encoder(DataConfig(dataset="chat", columns={"question": "query", "answer": "solution"}), DEFAULT)
+    encoded = encode({"query": "q", "solution": "s", "answer": "another", "id": 1})
+    assert encoded.unused_fields == ("answer", "id")
+    assert encoded.tokens.tolist() == encode({"messages": [USER, *answer("s")]}).tokens.tolist()
+    with pytest.raises(InvalidDocument) as invalid:
+        encode({"qeury": "q", "solution": "s"})
+    assert str(invalid.value).startswith(
+        "the document has no field 'query', which data.columns names; did you mean 'qeury'?; the document's fields (qeury, "
+    )
