@@ -54,8 +54,14 @@ def require_own_page(path: Path) -> None:
 
 def version_of(folders: Sequence[Path]) -> str:
     """Return a text that changes when a file of the runs changes."""
-    stats = [path.stat() for folder in folders for name in FILES if (path := folder / name).exists()]
-    return " ".join(f"{stat.st_mtime_ns:x}-{stat.st_size:x}" for stat in stats)
+    versions = []
+    for path in (folder / name for folder in folders for name in FILES):
+        try:
+            stat = path.stat()
+            versions.append(f"{stat.st_mtime_ns:x}-{stat.st_size:x}")
+        except OSError:
+            versions.append("none")
+    return " ".join(versions)
 
 
 def main() -> None:

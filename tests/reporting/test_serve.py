@@ -10,6 +10,7 @@ import pytest
 
 from scripts.report import version_of
 from tests.reporting.run_folders import train_record, write_run
+from trainer.config import ConfigError
 from trainer.reporting.page import render
 from trainer.reporting.run import read_run
 from trainer.reporting.serve import Pages, Server
@@ -57,6 +58,20 @@ def test_other_paths_and_names_of_the_machine_are_refused(served, path, headers,
     with pytest.raises(urllib.error.HTTPError) as refused:
         get(served[1], path, **headers)
     assert refused.value.code == code
+
+
+def test_a_port_that_is_taken_is_one_line(served):
+    port = served[1].server_port
+    with pytest.raises(ConfigError, match=f"^--port {port}: Address already in use$"):
+        Server(port, served[1].pages)
+
+
+def test_a_file_that_is_removed_is_another_version(served):
+    folder, server = served
+    before = server.pages.version()
+    (folder / "config.toml").unlink()
+    assert server.pages.version() != before
+    assert "config.toml cannot be read" in get(server)
 
 
 def test_the_server_is_reached_from_this_machine_only(served):

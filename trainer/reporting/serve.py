@@ -1,10 +1,13 @@
 """A server on this machine that shows the page of runs which are being written."""
 
+import sys
 import time
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Lock
+from typing import Any
 
+from trainer.config import ConfigError
 from trainer.reporting.page import Watch
 
 HOST = "127.0.0.1"
@@ -37,9 +40,17 @@ class Server(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, port: int, pages: Pages):
-        """port: 0 for any free port. Raises OSError if the port is taken."""
+        """port: 0 for any free port. Raises ConfigError if the port cannot be used."""
         self.pages = pages
-        super().__init__((HOST, port), _Handler)
+        try:
+            super().__init__((HOST, port), _Handler)
+        except OSError as error:
+            raise ConfigError("", f"--port {port}: {error.strerror}") from None
+
+    def handle_error(self, *request: Any) -> None:
+        """Do nothing if a browser has closed its connection."""
+        if not isinstance(sys.exc_info()[1], ConnectionError):
+            super().handle_error(*request)
 
     @property
     def url(self) -> str:
