@@ -144,27 +144,14 @@ LLAMA3_ALWAYS = (  # as Llama 3 was first published
     "{{ bos_token }}{% for m in messages %}{{ '<|start_header_id|>' + m.role + '<|end_header_id|>\n\n' }}"
     "{{ m.content | trim + '<|eot_id|>' }}{% endfor %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}"
 )
-CONCLUSIONS = (
-    "{% for m in messages %}{% set text = m.content if loop.last else m.content.split('</think>')[-1] %}"
-    "{{ '<|im_start|>' + m.role + '\n' + text + '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
 
 
-@pytest.mark.parametrize(
-    ("own", "template", "marker", "marked"),
-    [
-        ("Llama 3", LLAMA3_ALWAYS, "llama3.1", "<think>\na\n</think>One.<|eot_id|><think>\nb\n</think>Two.<|eot_id|>"),
-        ("Qwen 3", CONCLUSIONS, "qwen3", "<think>\nb\n</think>\n\nTwo.<|im_end|>"),
-    ],
-)
-def test_variants_of_a_family_s_template_are_marked_too(own, template, marker, marked, folder_of):
-    chat = ChatFormat.compile(template, tokenizer_of(folder_of(own)))
-    end = "\n\n" if marker == "qwen3" else ""
-    talk = [user("?"), answer(f"<think>\na\n</think>{end}One."), user("?"), answer(f"<think>\nb\n</think>{end}Two.")]
-    (tokens, targets), _ = chat.encode_document(turns(*talk))
-    assert chat.marked_by == marker
-    assert chat.tokenizer.decode([t for t, target in zip(tokens, targets, strict=True) if target]) == marked
+def test_an_earlier_form_of_a_family_s_template_is_marked_too(folder_of):
+    chat = ChatFormat.compile(LLAMA3_ALWAYS, tokenizer_of(folder_of("Llama 3")))
+    (tokens, targets), _ = chat.encode_document(turns(user("?"), answer("One."), user("?"), answer("Two.")))
+    assert chat.marked_by == "llama3.1"
+    marked = chat.tokenizer.decode([t for t, target in zip(tokens, targets, strict=True) if target])
+    assert marked == "One.<|eot_id|>Two.<|eot_id|>"
 
 
 def test_an_answer_that_the_shipped_template_writes_differently_is_refused(folder_of):
