@@ -11,11 +11,11 @@ import pytest
 from tests.faults.harness import write_corpus
 from tests.training_runs import records, train
 from trainer.checkpoint.best import BestTracker
-from trainer.checkpoint.commit import latest_per_step, step_of
 from trainer.config import DataConfig, EvaluationConfig, TokenizerConfig
 from trainer.data.build import open_datasets
 from trainer.data.datasets import prepare_datasets
 from trainer.data.tokenizer.backends import load_tokenizer
+from trainer.system.checkpoint_folder import latest_per_step, step_of
 from trainer.testing.ranks import RankError
 
 

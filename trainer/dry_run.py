@@ -140,7 +140,8 @@ def _weights(config: Config, resolved: ResolvedRun, point: ResumePoint | None) -
         tensors = {name: torch.empty(p.shape) for name, p in trained.items()}
         load_adapter(config.lora, resolved.spec, resolved.sizes, tensors, trained, weights.digest())
     origin = "" if point is None else f"{origin}, on the base model "
-    return f"{origin}{weights.description()}: names and shapes fit"
+    files = f" ({read})" if (read := weights.files()) else ""
+    return f"{origin}{weights.folder}{files}: names and shapes fit"
 
 
 # ---------------------------------------------------------------- data

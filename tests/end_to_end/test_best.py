@@ -8,12 +8,11 @@ import torch
 
 from tests.commands import run_script
 from tests.training_runs import checkpoint_of, error_line, in_folder, records, train
-from trainer.checkpoint.commit import step_of
 from trainer.checkpoint.export import is_export_of
-from trainer.checkpoint.weights import resolve_checkpoint
 from trainer.config import ConfigError
-from trainer.config.model_source import best_step, list_checkpoints
+from trainer.config.model_source import best_step, list_checkpoints, resolve_checkpoint
 from trainer.inference import load_model
+from trainer.system.checkpoint_folder import step_of
 
 WORSENS = ["--training.steps", "8", "--optimizer.lr", "1.0", "--lr_schedule.warmup_steps", "8"]
 """The learning rate rises until it degrades the model."""

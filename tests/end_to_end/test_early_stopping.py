@@ -7,12 +7,12 @@ import pytest
 import torch.distributed as dist
 
 from tests.training_runs import checkpoint_of, combine, in_folder, largest_deviation, records, trainer_from
-from trainer.checkpoint.commit import step_of
 from trainer.config import EvaluationConfig
 from trainer.config.model_source import best_step
 from trainer.resilience.early_stopping import EarlyStopping
 from trainer.state import TrainState
 from trainer.system import console
+from trainer.system.checkpoint_folder import step_of
 
 SETTINGS = {
     "training.epochs": "0.15",  # of 743 samples: 14 steps

@@ -18,8 +18,8 @@ import xxhash
 
 from tests.training_runs import read_tensor, train
 from trainer.checkpoint import manifest
-from trainer.checkpoint.commit import latest_per_step, step_of
 from trainer.checkpoint.storage import read_index
+from trainer.system.checkpoint_folder import latest_per_step, step_of
 from trainer.system.files import read_json_lines
 from trainer.testing.ranks import LocalRanks
 

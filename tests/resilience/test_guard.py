@@ -17,7 +17,6 @@ from tests.training_runs import (
     records,
     trainer_from,
 )
-from trainer.checkpoint.commit import latest_per_step, step_of
 from trainer.config import ResilienceConfig
 from trainer.resilience.guard import (
     WINDOW,
@@ -29,6 +28,7 @@ from trainer.resilience.guard import (
     should_roll_back,
 )
 from trainer.state import TrainState
+from trainer.system.checkpoint_folder import latest_per_step, step_of
 from trainer.testing.ranks import RankError
 
 CPU = torch.device("cpu")
