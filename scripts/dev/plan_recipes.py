@@ -46,9 +46,9 @@ in the folder that it names (`docs/models.md` has the command to download them),
 
     ./run_llama_train.sh --config train_configs/recipes/qwen2_5_7b_lora_1gpu.toml --data.path chats.jsonl
 
-Memory is the planned peak of a GPU beside what the GPU has; the planned recipes leave the planner's margin free
-(`docs/planning.md`). Durations are lower bounds for the file's steps. `python scripts/dev/plan_recipes.py` writes the figures
-into the files and this page. The files in `train_configs/` itself have them in their heads too.
+Memory is the planned peak of a GPU beside what the GPU has; the planned recipes leave the planner's margin (`docs/planning.md`).
+Durations are lower bounds for the file's steps. `python scripts/dev/plan_recipes.py` writes the figures into the files and this
+page. The files in `train_configs/` itself have them in their heads too.
 
 | recipe | GPUs | memory | tokens/s | duration |
 |---|---|---|---|---|
