@@ -163,14 +163,14 @@ ERRORS = {
     ),
     ("--from", "{folder}/peft"): (
         "--from {folder}/peft: {folder}/peft contains an adapter of the package peft, not a model; use its base model here, "
-        "and the adapter as lora.init_from"
+        "and the adapter as lora.init_from, or a folder with both, which peft's merge_and_unload() gives"
     ),
     ("--from", "{folder}/damaged"): "--from {folder}/damaged: {folder}/damaged: model.json does not describe a model",
     ("--from", "{folder}/escape"): "--from {folder}/escape: {folder}/escape: model.json does not describe a model",
     ("--from", "{folder}/published", "--model.pretrained", "x"): (
         "--model.pretrained x: --from {folder}/published is given too"
     ),
-    ("--from", "a", "--from", "b"): "--from b: --from is given twice",
+    ("--from", "a", "--from", "b"): "--from b: --from is given twice, first as a; give it once",
     ("--from",): "--from: expects a value",
     ("--form", "x"): "--form: unknown setting; did you mean '--from'?",
     ("--from", "{folder}/published", "--model.revision", "v1"): (

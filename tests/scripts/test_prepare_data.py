@@ -165,8 +165,9 @@ def test_the_table_counts_what_was_refused_and_dropped_and_the_first_samples_are
     for row, share in ((a, 0.25), (b, 0.75)):
         assert row[-1] == f"{int(row[8]) / (4 * share):.1f}"
     assert refused == [
-        f"refused in a: 2 documents like {tmp_path}/a.jsonl:15: the document has neither messages nor conversations nor "
-        "prompt and completion",
+        f"refused in a: 2 documents like {tmp_path}/a.jsonl:15: the document's fields (x) are not those of a conversation: "
+        "messages; conversations; prompt and completion; instruction, input and output; question and answer; data.columns "
+        'names other fields, such as data.columns = { answer = "x" }',
         f"refused in a: {tmp_path}/a.jsonl:14: the document has a prompt but no completion",
     ]
     shown = run_script("scripts/prepare_data.py", *chats, "--show", "2", "--html", tmp_path / "data.html")

@@ -181,7 +181,7 @@ def parse_argv(argv: Sequence[str]) -> dict[str, str]:
                     _find(flag)  # raises for an unknown flag
                 raise ConfigError("", f"{flag}: expects a value")
         if same := next((f for f in flags if SHORT_FLAGS.get(f, f) == SHORT_FLAGS.get(flag, flag)), ""):
-            twice = f"{flag} is given twice, first as {flags[flag]}; give it once"
+            twice = f"{flag} is given twice, first as {flags[same]}; give it once"
             raise ConfigError("", f"{flag} {value}: {twice if same == flag else f'{same} {flags[same]} is given too'}")
         flags[flag] = value
     return flags
