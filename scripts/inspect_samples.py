@@ -35,7 +35,7 @@ if __name__ == "__main__":
 import numpy as np
 
 from trainer.config import ConfigError
-from trainer.config.load import load_config
+from trainer.config.load import DATA_SECTIONS, load_config
 from trainer.data.build import open_datasets
 from trainer.data.datasets import dataset_configs, prepare_datasets
 from trainer.data.sampling.loader import SampleOrder
@@ -68,7 +68,7 @@ def samples_of_step(run: Path, step: int) -> tuple[np.ndarray, tuple[tuple[int, 
 
 
 def print_samples(run: Path, step: int, complete: bool) -> None:
-    config = load_config(["--config", str(run / "config.toml")])
+    config = load_config(["--config", str(run / "config.toml")], DATA_SECTIONS)
     seq_len, data = config.training.seq_len, config.data
     consumed, skipped_samples = samples_of_step(run, step)
     tokenizer = load_tokenizer(config.tokenizer)
@@ -77,7 +77,7 @@ def print_samples(run: Path, step: int, complete: bool) -> None:
     datasets = open_datasets(data, {}, stores, seq_len, evaluates)
     order = SampleOrder(datasets.sizes, datasets.phases, config.run.seed, data.shuffle, skipped_samples)
     positions, index = order.global_index(consumed).tolist(), order(consumed).tolist()
-    names, pairs = list(dataset_configs(data)), config.preference.enabled
+    names = list(dataset_configs(data))
     views = view_samples(datasets.training, index, datasets.sizes, names, tokenizer, pairs)
     for i, position, sample in zip(index, positions, views, strict=True):
         text = tokenizer.decode(datasets.training[np.array([i])].tokens[0].tolist())

@@ -158,13 +158,20 @@ def _require_same_weights(config: Config, resolved: ResolvedRun, point: ResumePo
     """Raise ConfigError if the run began with other weights than those that [model] pretrained names, with another base model or
     with another reference. Checkpoints of earlier versions do not name the initial weights."""
     now = {name: value for name, value in loaded.hashes.items() if name != _INITIAL}
-    if _INITIAL in point.state.fingerprint and is_from_pretrained(config, "checkpoint.init_from"):
-        changed = changed_settings(point, to_toml(config))
-        # A folder of the same name is not read again: the checkpoint contains all weights.
-        if any(line.startswith(("model.pretrained ", "model.revision ", f"{point.path}")) for line in changed):
-            source = run_on_rank_0(lambda: resolve_checkpoint(Path(config.checkpoint.init_from)))
-            now[_INITIAL] = WeightSource.open(source, resolved.spec).digest()
+    # Rank 0 decides: other nodes may have the weights at another path.
+    if run_on_rank_0(lambda: _names_other_weights(config, point)):
+        source = run_on_rank_0(lambda: resolve_checkpoint(Path(config.checkpoint.init_from)))
+        now[_INITIAL] = WeightSource.open(source, resolved.spec).digest()
     require_compatible(point, now)
+
+
+def _names_other_weights(config: Config, point: ResumePoint) -> bool:
+    """Return whether [model] pretrained may name other weights than those with which the run began. A folder of the same name is
+    not read again: the checkpoint contains all weights."""
+    if _INITIAL not in point.state.fingerprint or not is_from_pretrained(config, "checkpoint.init_from"):
+        return False
+    changed = changed_settings(point, to_toml(config))
+    return any(line.startswith(("model.pretrained ", "model.revision ", f"{point.path}")) for line in changed)
 
 
 def _reference_hash(config: Config, resolved: ResolvedRun, weights_digest: str, adapter: str) -> str:

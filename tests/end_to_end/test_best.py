@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from tests.commands import run_script
 from tests.training_runs import checkpoint_of, error_line, in_folder, records, train
 from trainer.checkpoint.export import is_export_of
 from trainer.config import ConfigError
+from trainer.config.load import load_config
 from trainer.config.model_source import best_step, list_checkpoints, resolve_checkpoint
 from trainer.inference import load_model
 from trainer.system.checkpoint_folder import step_of
@@ -53,6 +55,12 @@ def test_a_path_that_ends_in_best_is_the_best_checkpoint(trained, best):
     loaded, _ = load_model(at_best(trained))
     expected, _ = load_model(best)
     assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), expected.parameters(), strict=True))
+
+
+def test_a_run_begins_with_the_best_weights_of_another(tiny, trained, best):
+    config = load_config([*tiny, "--from", str(at_best(trained))])
+    assert resolve_checkpoint(Path(config.checkpoint.init_from)) == best
+    assert Path(config.tokenizer.path).parent == best
 
 
 def test_a_folder_with_such_a_name_is_meant_itself(trained, tmp_path):

@@ -129,6 +129,13 @@ def is_export_of(folder: Path, checkpoint: Path) -> bool:
         return False
 
 
+def _best(checkpoints: Path) -> Path:
+    try:
+        return best_checkpoint(checkpoints)
+    except ConfigError as error:
+        raise ConfigError("checkpoint.export_checkpoint", error.message) from None
+
+
 def export_run(run_folder: Path, which: str, skip_existing: bool = False) -> None:
     """Export a checkpoint of a finished run in bf16 to RUN_FOLDER/huggingface, on rank 0.
 
@@ -145,7 +152,7 @@ def export_run(run_folder: Path, which: str, skip_existing: bool = False) -> Non
     out = run_folder / "huggingface"
     try:
         checkpoints = run_folder / "checkpoints"
-        chosen = best_checkpoint(checkpoints) if which == "best" else latest_per_step(checkpoints)[0]
+        chosen = _best(checkpoints) if which == "best" else latest_per_step(checkpoints)[0]
         if skip_existing and is_export_of(out, chosen):
             return
         if is_adapter(chosen):

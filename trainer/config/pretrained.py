@@ -21,6 +21,7 @@ from trainer.config.model_source import (
 )
 from trainer.config.schema import Config, ConfigError
 from trainer.system.checkpoint_folder import is_checkpoint
+from trainer.system.paths import split_best
 
 SETTING = "model.pretrained"
 SHORT_FLAGS = {"--from": f"--{SETTING}"}
@@ -58,7 +59,7 @@ def with_pretrained(config: Config, sections: Collection[str], with_weights: boo
     changes: dict[str, Any] = {}
     if not read:  # such as a plan of a model with a given size, for which no folder must exist
         folder = Path(source)
-    elif os.path.exists(source) or not hub.is_hub_name(source):
+    elif os.path.exists(split_best(source)[0]) or not hub.is_hub_name(source):
         _require_local(config)
         folder = _folder_of(source)
     else:
@@ -139,9 +140,9 @@ def _require_local(config: Config) -> None:
         raise ConfigError("model.revision", f"has an effect only with a model of the Hub, but {source} is a path")
     if os.path.isfile(source):
         raise ConfigError(SETTING, "is a file, not a folder; name the folder that contains it")
-    if not os.path.exists(source):
-        siblings = map(str, Path(source).parent.glob("*"))
-        hint = did_you_mean(source, siblings) or "; a model of the Hub is named OWNER/NAME, such as Qwen/Qwen3-0.6B"
+    if not os.path.exists(path := split_best(source)[0]):
+        siblings = map(str, path.parent.glob("*"))
+        hint = did_you_mean(str(path), siblings) or "; a model of the Hub is named OWNER/NAME, such as Qwen/Qwen3-0.6B"
         raise ConfigError(SETTING, f"no such folder{hint}")
 
 

@@ -482,7 +482,7 @@ class EvaluationConfig:
     """Maximum number of samples per dataset in one evaluation; 0: all samples."""
     datasets: Annotated[Mapping[str, str], PER_NODE] = field(default_factory=dict)
     """Datasets used for evaluation only, in addition to held-out documents: datasets = { wiki = "jsonl:/data/wiki.jsonl" }."""
-    keep_best_on: Annotated[str, Constraint(only_with="[checkpoint] enabled")] = ""
+    keep_best_on: Annotated[str, Constraint(only_with="[checkpoint] enabled and [evaluation] interval_steps")] = ""
     """Name of an evaluation dataset. The checkpoint with the lowest loss on this dataset is always kept. It is the run's best
     checkpoint, which commands and settings find as RUN_FOLDER@best."""
     early_stopping_patience: Annotated[
