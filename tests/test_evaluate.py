@@ -114,7 +114,7 @@ def test_one_text_file_trains_and_evaluates_equally_on_two_ranks_and_after_a_res
     assert one[1]["loss"] == pytest.approx(two[1]["loss"], rel=5e-6)
     assert one[0]["num_targets"] == 12
     assert "so that the last 13 of 642 tokens are held out instead" in output.out
-    assert "nats over only 12 tokens (" in output.out
+    assert "over only 12 targets (" in output.out
     assert (
         "warning: held_out: its loss will be rough, because it has only 12 target tokens; increase [data] held_out_fraction, or "
         "name other data in [evaluation] datasets (with held_out_fraction = 0, these alone are evaluated); without evaluation, "
