@@ -8,11 +8,13 @@
 # Otherwise Ctrl-C would end only the check of an interpreter, and the next one would be tried or installed.
 trap 'echo interrupted >&2; exit 130' INT
 
-has_modules() { # PYTHON MODULES
-    "$1" - "$2" >/dev/null 2>&1 <<'PYTHON_CODE'
+has_modules() { # PYTHON MODULES: of the dependencies, and these
+    "$1" - "$ROOT" "$2" >/dev/null 2>&1 <<'PYTHON_CODE'
 import importlib.metadata, importlib.util, sys
 assert sys.version_info >= (3, 10)
-assert all(importlib.util.find_spec(name) for name in sys.argv[1].split())
+sys.path.insert(0, sys.argv[1])
+from trainer.system.dependencies import MODULES
+assert all(importlib.util.find_spec(name) for name in [*MODULES, *sys.argv[2].split()])
 major, minor = importlib.metadata.version("torch").split(".")[:2]
 assert (2, 11) <= (int(major), int(minor)) < (2, 16)
 PYTHON_CODE
@@ -34,7 +36,7 @@ announce_download() { # PYTHON VENV
 }
 
 use_environment() {
-    local modules="jinja2 numpy google.protobuf safetensors sentencepiece tensorboard tiktoken tomli torch tqdm xxhash $1"
+    local modules="$1"
     local extra="${2:+[$2]}"
     local venv="$ROOT/.venv"
     PYTHON="${PYTHON:-$(command -v python3 || command -v python || true)}"

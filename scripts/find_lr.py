@@ -4,9 +4,10 @@
     python scripts/find_lr.py --config my.toml --min-lr 1e-6 --max-lr 1 --steps 200
     NGPU=4 python scripts/find_lr.py --config my.toml --parallel.tp 2
 
-The test is a run of its own, with lr_schedule.name = "range_test", in the run folder NAME-find-lr. After Ctrl-C or a failure, the
-same command continues it. The script ends the run when the loss has risen far above its start, and writes find_lr.json (rates,
-losses, suggestion) and find_lr.png to its folder. docs/running.md describes what the suggestion is worth.
+The test is a run of its own, with lr_schedule.name = "range_test", in the run folder NAME-find-lr. After Ctrl-C or a failure,
+the same command continues it. The script ends the run when the loss is not finite or has risen far above its start, and
+writes find_lr.json (rates, losses, suggestion) and find_lr.png to its folder. docs/running.md describes what the suggestion
+is worth.
 """
 
 import itertools
@@ -189,8 +190,15 @@ def read_curve(folder: Path) -> tuple[Curve, bool]:
     return Curve(rates, losses), False
 
 
+def reason_to_stop(curve: Curve, is_non_finite: bool) -> str:
+    """Return why a run that has recorded this should not continue, or "". Args: see `read_curve`."""
+    if is_non_finite:
+        return "the loss is not finite"
+    return "the loss has risen far above its start" if curve.has_diverged() else ""
+
+
 def train(test: Config) -> str:
-    """Train in a process of its own, or continue, until the last step or until the loss has diverged. Return why the curve ends
+    """Train in a process of its own, or continue, until the last step or until a reason to stop. Return why the curve ends
     before the last step, or "". If the run fails, exit with its code."""
     with tempfile.TemporaryDirectory() as settings:
         path = Path(settings) / f"{test.run.name}.toml"
@@ -208,8 +216,7 @@ def _train(settings: Path, folder: Path, steps: int) -> str:
             try:
                 process.wait(_POLL_S)
             except subprocess.TimeoutExpired:
-                if not stopped and read_curve(folder)[0].has_diverged():
-                    stopped = "the loss has risen far above its start"
+                if not stopped and (stopped := reason_to_stop(*read_curve(folder))):
                     process.terminate()  # the run ends after its step
     except KeyboardInterrupt:
         process.terminate()  # the terminal has sent Ctrl-C to the run too; both are one request

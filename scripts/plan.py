@@ -35,8 +35,9 @@ from trainer.config.command_line import (
     positive_int,
     run_to_end,
 )
-from trainer.planning.limits import MAX_RANKS
+from trainer.planning.limits import GPU_RESERVE_BYTES, MAX_RANKS
 from trainer.runtime.accelerators import ACCELERATORS, SHORT_NAMES, AcceleratorSpec, short_name
+from trainer.system.units import GIB
 
 RATES = {
     "memory-bandwidth": ("memory_bandwidth", "bandwidth of device memory"),
@@ -54,12 +55,10 @@ def arguments() -> Arguments:
     add("--world-size", type=number(int, 1, MAX_RANKS), default=8, metavar="N", help="number of ranks")
     devices_help = f"{', '.join(SHORT_NAMES)}, a name as torch reports it, or cpu: this machine"
     add("--device", default="h100", metavar="NAME", help=devices_help)
-    from_hf_help = "config.json of a model in Hugging Face's format, or its folder (short for --model.huggingface)"
-    add("--from-hf", type=Path, metavar="PATH", help=from_hf_help)
     add("--tokens", type=positive_float, metavar="N", help="report the time to train on N tokens")
     add("--price-per-gpu-hour", type=positive_float, metavar="X", help="report the price of the run, in the unit of X")
     reserve_help = "device memory that the allocator cannot use: driver context, NCCL buffers"
-    add("--reserve-gib", type=non_negative_float, default=2.0, metavar="X", help=reserve_help)
+    add("--reserve-gib", type=non_negative_float, default=GPU_RESERVE_BYTES / GIB, metavar="X", help=reserve_help)
     add("--search", action="store_true", help="compare parallel layouts, and print the settings of the fastest")
     add("--max-candidates", type=positive_int, metavar="N", help="maximum number of layouts to simulate (default: 24)")
     add("--json", action="store_true", help="print JSON")
@@ -81,7 +80,6 @@ if __name__ == "__main__":
 from trainer.planning.estimate import Hardware, estimate, this_machine
 from trainer.planning.report import as_json, as_text, canvas, draw, headline, ranking
 from trainer.planning.search import search
-from trainer.system.units import GIB
 
 
 def accelerator_of(args: argparse.Namespace) -> AcceleratorSpec:
@@ -105,7 +103,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         parser.error(f"--max-candidates {args.max_candidates}: requires --search")
     if args.device == "cpu" and (args.host_memory_gib or args.pcie_bandwidth or args.host_memory_bandwidth):
         parser.error("--device cpu: a CPU has no separate host memory; remove the flags for host memory and PCIe")
-    return args, [*settings, *(("--model.huggingface", str(args.from_hf)) if args.from_hf else ())]
+    return args, settings
 
 
 def main() -> None:

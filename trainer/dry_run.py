@@ -21,6 +21,7 @@ from trainer.data.view.figures import as_table, refusals, split_figures
 from trainer.data.view.text import table_lines
 from trainer.evaluate import EvalSet, build_eval_sets
 from trainer.planning.estimate import Hardware, RunEstimate, estimate, this_machine
+from trainer.planning.limits import GPU_RESERVE_BYTES
 from trainer.planning.report import format_bytes
 from trainer.run.preflight import check_disk, disk_free, remaining_checkpoints, state_bytes
 from trainer.run.resolve import ResolvedRun
@@ -38,8 +39,6 @@ from trainer.system.units import GIB, duration
 
 _RECORDS = 20
 """Number of records from which the time of a step is taken."""
-_GPU_RESERVE = 2 * GIB
-"""Device memory that the allocator cannot use, as in scripts/plan.py."""
 
 
 def dry_run(config: Config, resolved: ResolvedRun, ranks_per_node: int) -> int:
@@ -237,7 +236,7 @@ def _plan(config: Config, world_size: int, ranks_per_node: int, device: torch.de
         share = {name: getattr(machine, name) / ranks_per_node for name in ("memory_gib", "memory_bandwidth")}
         flops = {dtype: rate / ranks_per_node for dtype, rate in machine.flops.items()}
         accelerator = replace(machine, flops=flops, host_memory_gib=share["memory_gib"], **share)
-    hardware = Hardware(world_size, accelerator, is_gpu, _GPU_RESERVE * is_gpu * (known is not None))
+    hardware = Hardware(world_size, accelerator, is_gpu, GPU_RESERVE_BYTES * is_gpu * (known is not None))
     try:
         plan = estimate(config, hardware)
     except ConfigError as error:

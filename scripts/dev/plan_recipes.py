@@ -27,15 +27,14 @@ from trainer.config import ConfigError
 from trainer.config.command_line import Arguments, run_to_end
 from trainer.config.load import load_config
 from trainer.planning.estimate import Hardware, RunEstimate, estimate
-from trainer.planning.report import time_text
+from trainer.planning.limits import GPU_RESERVE_BYTES
+from trainer.planning.report import time_text, unknown_length
 from trainer.runtime.accelerators import ACCELERATORS, SHORT_NAMES, short_name
 from trainer.system.files import atomic_write
 from trainer.system.units import GIB
 
 CONFIGS = ROOT / "train_configs"
 PAGE = CONFIGS / "recipes" / "README.md"
-RESERVED_BYTES = 2 * GIB
-"""Default of scripts/plan.py --reserve-gib."""
 NOT_PLANNED = "not planned yet"
 """Figures of a head whose file has not been planned."""
 _LINE = re.compile(r"^# Planned on (\d+) x (\S+):(.*)$", re.MULTILINE)
@@ -97,7 +96,7 @@ def planned(path: Path) -> RunEstimate:
     """Return the estimate of a configuration on the devices that its head names."""
     head = Head.of(path)
     config = load_config(["--config", str(path)], check_files=())
-    hardware = Hardware(head.ranks, ACCELERATORS[SHORT_NAMES[head.device]], reserved_bytes=RESERVED_BYTES)
+    hardware = Hardware(head.ranks, ACCELERATORS[SHORT_NAMES[head.device]], reserved_bytes=GPU_RESERVE_BYTES)
     return estimate(config, hardware)
 
 
@@ -105,8 +104,9 @@ def figures(result: RunEstimate) -> str:
     """Return the figures of a head: memory, tokens per second and duration of the steps."""
     memory = f"{result.largest.peak / GIB:.1f} of {result.hardware.accelerator.memory_gib:.1f} GiB"
     verdict = " (tight)" * result.is_tight if result.fits else " (does not fit)"
-    steps = result.config.training.steps
-    duration = f"{steps:,} steps in {time_text(steps * result.slowest.total_s)}"
+    duration = unknown_length(result)
+    if result.run_s is not None:
+        duration = f"{result.config.training.steps:,} steps in {time_text(result.run_s)}"
     return f"{memory}{verdict}, {result.tokens_per_second:,.0f} tokens/s, {duration}"
 
 

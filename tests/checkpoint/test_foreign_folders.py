@@ -243,7 +243,7 @@ def test_every_setting_that_names_a_folder_describes_it(tiny, tmp_path, kind):
     assert str(error.value) == f"data.chat_template: {what}"
     for script, *words in (
         ("scripts/convert_hf.py", "from-hf", folder, tmp_path / "out"),
-        ("scripts/plan.py", "--from-hf", folder),
+        ("scripts/plan.py", "--model.huggingface", folder),
     ):
         done = run_script(script, *words)
         assert done.returncode == 2 and what in done.stderr and done.stderr.count("\n") == 1

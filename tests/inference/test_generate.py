@@ -261,7 +261,7 @@ def tokenizer_fingerprint(folder):
     return TextGenerator.load(folder, torch.float32, CPU, 0, "").tokenizer.fingerprint
 
 
-def test_a_checkpoint_remembers_the_split_pattern_of_its_rank_file(ranks, tiny, tmp_path):
+def test_a_checkpoint_remembers_the_split_pattern_of_its_tiktoken_file(ranks, tiny, tmp_path):
     settings = {"backend": "tiktoken", "path": str(DEFAULT_FILE), "pattern": "gpt2"}
     argv = [*tiny, "--run.output_folder", str(tmp_path), "--run.name", "run", "--training.steps", "1"]
     argv += ["--data.store_folder", str(tmp_path / "stores")]

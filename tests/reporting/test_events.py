@@ -4,7 +4,8 @@ import math
 
 import pytest
 
-from trainer.reporting.events import clock, event_rows, samples_of
+from trainer.reporting.events import clock, event_rows, overview_of, samples_of
+from trainer.reporting.run import Run
 
 
 def texts(*events) -> list[str]:
@@ -26,6 +27,22 @@ def test_events_are_listed_latest_first_in_words():
         (1, "evaluation", "held_out: loss 2.5, perplexity 12.2"),
     ]
     assert left == 0
+
+
+@pytest.mark.parametrize(
+    ("pretrained", "huggingface", "shown"),
+    [
+        ("org/model", "/cache/models--org--model/snapshots/0a1b", "org/model"),
+        ("", "weights/model", "weights/model"),
+        ("outputs/run", "", "llama3/debug"),
+        ("", "", "llama3/debug"),
+    ],
+)
+def test_the_model_has_the_name_that_the_user_has_given(tmp_path, pretrained, huggingface, shown):
+    settings = {"pretrained": pretrained, "huggingface": huggingface, "name": "llama3", "size": "debug"}
+    run = Run(tmp_path, "run", settings={f"model.{key}": f'"{value}"' for key, value in settings.items()})
+    assert overview_of(run).model == shown
+    assert overview_of(Run(tmp_path, "without a configuration")).model == ""
 
 
 def test_saves_do_not_push_rare_events_out_of_the_table():

@@ -78,13 +78,16 @@ def test_throughput_excludes_evaluation_and_checkpoints(tmp_path, monkeypatch):
         clock[0] += 100.0
     with metrics.section("evaluation"):
         clock[0] += 30.0
+    with metrics.section("samples"):
+        clock[0] += 7.0
     log_step(metrics, 2)
     clock[0] += 2.0  # the next window starts without them
     log_step(metrics, 3)
     first, second = lines(tmp_path)
     assert first["step_time_s"] == 2.5
     assert first["data_time_s"] == 0.5
-    assert (first["checkpoint_time_s"], first["evaluation_time_s"]) == (100.0, 30.0)
+    assert (first["checkpoint_time_s"], first["evaluation_time_s"], first["samples_time_s"]) == (100.0, 30.0, 7.0)
+    assert second["samples_time_s"] == 0.0
     assert first["tokens_per_second"] == 20_000
     assert first["tokens_per_second_per_rank"] == 10_000
     assert first["tflops_per_second_per_rank"] == 10.0
@@ -249,7 +252,7 @@ def test_console_line(tmp_path, capsys, monkeypatch):
 
 def test_the_remaining_time_counts_down_although_one_window_is_slow():
     remaining = RemainingTime(1000)
-    other = {"evaluation_time_s": 0.0, "checkpoint_time_s": 0.0}
+    other = {"evaluation_time_s": 0.0, "samples_time_s": 0.0, "checkpoint_time_s": 0.0}
     first = remaining.after({"first_step": 1, "step": 1, "step_time_s": 60.0} | other)
     assert first == 999 * 60  # there is nothing better yet
     times = []
@@ -259,9 +262,9 @@ def test_the_remaining_time_counts_down_although_one_window_is_slow():
     assert times[0] == 989.0 and times[-1] == pytest.approx(9.0, rel=0.02)
     assert abs(times[49] - 499) < 0.1 * 499, "one slow window changes the estimate by less than a tenth"
     assert all(a > b for a, b in itertools.pairwise(times[50:]))
-    saves = {"evaluation_time_s": 10.0, "checkpoint_time_s": 10.0}
+    saves = {"evaluation_time_s": 10.0, "samples_time_s": 10.0, "checkpoint_time_s": 10.0}
     remaining.forget()
-    assert remaining.after({"first_step": 1, "step": 10, "step_time_s": 1.0} | saves) == 990 * 3.0
+    assert remaining.after({"first_step": 1, "step": 10, "step_time_s": 1.0} | saves) == 990 * 4.0
 
 
 def test_durations():

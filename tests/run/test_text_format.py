@@ -47,7 +47,7 @@ def warnings_of_text_format(argv):
     return err.getvalue()
 
 
-def test_an_unknown_rank_file_is_one_warning_of_a_run_until_its_pattern_is_set(ranks, tiny, tmp_path):
+def test_an_unknown_tiktoken_file_is_one_warning_of_a_run_until_its_pattern_is_set(ranks, tiny, tmp_path):
     path = tmp_path / "mine.tiktoken"
     path.write_bytes(b"\n".join(DEFAULT_FILE.read_bytes().splitlines()[:1700]))
     argv = [*tiny, "--tokenizer.backend", "tiktoken", "--tokenizer.path", str(path)]

@@ -2,11 +2,13 @@
 
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
 
 import pytest
+import tomli
 
 from tests.conftest import ROOT
 from trainer.system.dependencies import MODULES, require_dependencies
@@ -64,7 +66,32 @@ def test_a_command_outside_the_environment_is_one_line(monkeypatch, capsys):
     assert line.count("\n") == 1 and ("run_llama_train.sh installs them into" in line or "use " in line)
 
 
-def test_the_checked_modules_are_those_of_the_environment():
-    text = (ROOT / "scripts" / "environment.sh").read_text()
-    listed = text.split('local modules="')[1].split(" $1")[0].split()
-    assert sorted(listed) == sorted([*MODULES, "google.protobuf"])
+def test_a_module_in_a_package_that_is_missing_is_named(monkeypatch, capsys):
+    def find_spec(name):
+        if name == "google.protobuf":
+            raise ModuleNotFoundError("No module named 'google'")
+        return name
+
+    monkeypatch.setattr(importlib.util, "find_spec", find_spec)
+    with pytest.raises(SystemExit):
+        require_dependencies()
+    assert capsys.readouterr().err.startswith(f"{sys.executable} lacks google.protobuf: ")
+
+
+def test_the_checked_modules_are_the_dependencies_of_the_project():
+    project = tomli.loads((ROOT / "pyproject.toml").read_text())["project"]
+    dependencies = {re.match(r"[\w-]+", requirement)[0] for requirement in project["dependencies"]}
+    assert {name.removeprefix("google.").lower() for name in MODULES} == dependencies
+
+
+@pytest.mark.parametrize(
+    ("listed", "also", "expected"), [("json", "csv", 0), ("no_such", "csv", 1), ("json", "nope", 1)]
+)
+def test_the_shell_checks_the_same_modules_and_those_of_the_caller(tmp_path, listed, also, expected):
+    package = tmp_path / "trainer" / "system"
+    package.mkdir(parents=True)
+    for folder in (package, package.parent):
+        (folder / "__init__.py").touch()
+    (package / "dependencies.py").write_text(f"MODULES = [{listed!r}]")
+    code = f"source {ROOT}/scripts/environment.sh; ROOT={tmp_path}; has_modules {sys.executable} {also}"
+    assert subprocess.run(["bash", "-c", code], cwd=tmp_path).returncode == expected

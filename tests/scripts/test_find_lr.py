@@ -9,7 +9,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from scripts.find_lr import Curve, draw, settings_of_test, suggest
+from scripts.find_lr import Curve, draw, read_curve, reason_to_stop, settings_of_test, suggest
 from tests.commands import run_script
 from tests.training_runs import checkpoint_of, in_folder, records, train, trainer_from
 from trainer import trainer as trainer_module
@@ -117,6 +117,17 @@ def test_a_loss_far_above_its_start_has_diverged():
     assert Curve(shown.rates, [*until_low.losses, *[12.0] * 40]).has_diverged()
     one_spike = [*until_low.losses[:-1], 100.0]
     assert not Curve(until_low.rates, one_spike).has_diverged()
+
+
+def test_a_loss_that_is_not_finite_or_far_above_its_start_ends_the_test(tmp_path):
+    def reason(losses):
+        lines = [json.dumps({"kind": "train", "learning_rate": 1e-3, "loss": loss}) for loss in losses]
+        (tmp_path / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
+        return reason_to_stop(*read_curve(tmp_path))
+
+    assert reason([]) == reason([5.0] * 20) == ""
+    assert reason([5.0, 4.0, None]) == "the loss is not finite"
+    assert reason([5.0] * 20 + [12.0] * 5) == "the loss has risen far above its start"
 
 
 def test_without_matplotlib_there_is_one_line_instead_of_a_picture(monkeypatch, tmp_path, capsys):

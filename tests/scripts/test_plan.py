@@ -63,12 +63,20 @@ def test_host_memory_has_its_own_verdict():
 def test_a_model_in_hugging_faces_format_is_planned(tmp_path):
     spec = MODELS["gemma2"]
     (tmp_path / "config.json").write_text(json.dumps(spec.huggingface.config(spec.sizes["2b"], 8192)))
-    flags = ["--from-hf", tmp_path, "--model.overrides.n_layers", "2", "--training.seq_len", "8192", "--json"]
+    flags = ["--model.huggingface", tmp_path, "--model.overrides.n_layers", "2", "--training.seq_len", "8192", "--json"]
     ended = plan(*flags, "--training.global_batch_size", "8", "--training.local_batch_size", "1")
     assert ended.returncode in (0, 1), ended.stderr
     assert json.loads(ended.stdout)["parameters"] == 256_000 * 2304 + 2304 + 2 * (
         4 * 2304 + 2304 * (2 * 2048 + 2 * 1024 + 3 * 9216)
     )
+
+
+def test_a_run_in_epochs_has_no_duration_before_its_data_are_prepared():
+    flags = ["--config", "train_configs/debug.toml", "--training.epochs", "2", "--world-size", "1"]
+    ended = plan(*flags, "--price-per-gpu-hour", "2", "--tokens", "1e6")
+    assert "  2 epochs: the length in steps is known only when the data are prepared\n  1e+06 tokens: " in ended.stdout
+    assert ended.stdout.count("price") == 1 and " steps (" not in ended.stdout
+    assert json.loads(plan(*flags, "--json").stdout)["run_s"] is None
 
 
 def test_a_configuration_may_be_named_by_a_link(tmp_path):

@@ -6,10 +6,11 @@ from unittest import mock
 import pytest
 
 from scripts.dev import plan_recipes
-from scripts.dev.plan_recipes import PAGE, RESERVED_BYTES, Head, configurations, figures, page, planned
+from scripts.dev.plan_recipes import PAGE, Head, configurations, figures, page, planned
 from tests.commands import run_script
 from trainer.config.load import load_config
 from trainer.planning.estimate import Hardware, margin_bytes
+from trainer.planning.limits import GPU_RESERVE_BYTES
 from trainer.runtime.accelerators import ACCELERATORS, SHORT_NAMES
 from trainer.system.units import GIB
 
@@ -42,7 +43,7 @@ def test_a_head_has_complete_figures_and_keeps_the_margin(path):
     pattern = rf"({NUMBER}) of ({NUMBER}) GiB, {NUMBER} tokens/s, ({NUMBER}) steps in {NUMBER} (days|hours|minutes)"
     peak_gib, memory_gib, steps, _ = re.fullmatch(pattern, head.figures).groups()
     config = load_config(["--config", str(path)], check_files=())
-    hardware = Hardware(head.ranks, ACCELERATORS[SHORT_NAMES[head.device]], reserved_bytes=RESERVED_BYTES)
+    hardware = Hardware(head.ranks, ACCELERATORS[SHORT_NAMES[head.device]], reserved_bytes=GPU_RESERVE_BYTES)
     assert numbers(steps) == [config.training.steps]
     assert numbers(memory_gib) == [pytest.approx(hardware.accelerator.memory_gib, abs=0.05)]
     (peak,) = numbers(peak_gib)
@@ -74,6 +75,17 @@ def small(tmp_path):
     path = tmp_path / "small.toml"
     path.write_text('# Small.\n# Planned on 2 x l4:\n\n[model]\nname = "llama3"\nsize = "debug"\n')
     return path
+
+
+def test_figures_of_a_run_in_epochs_have_no_duration(small):
+    small.write_text(f"{small.read_text()}\n[training]\nepochs = 1.5\n")
+    text = figures(planned(small))
+    assert text.endswith(" tokens/s, 1.5 epochs: the length in steps is known only when the data are prepared")
+    assert (
+        Head(2, "l4", text)
+        .row("small")
+        .endswith("| 1.5 epochs: the length in steps is known only when the data are prepared |")
+    )
 
 
 def test_figures_are_written_into_the_head_and_checked(small, tmp_path, monkeypatch):

@@ -52,7 +52,7 @@ def test_a_store_is_prepared_described_reused_and_verified(settings, tmp_path):
     assert (short.returncode, len(short.stderr.splitlines())) == (2, 1) and "train.tokens has " in short.stderr
 
 
-def test_an_unknown_rank_file_is_one_warning_of_the_preparation_until_its_pattern_is_set(settings, tmp_path):
+def test_an_unknown_tiktoken_file_is_one_warning_of_the_preparation_until_its_pattern_is_set(settings, tmp_path):
     path = tmp_path / "mine.tiktoken"
     path.write_bytes(b"\n".join(DEFAULT_FILE.read_bytes().splitlines()[:1700]))
     settings += ["--tokenizer.backend", "tiktoken", "--tokenizer.path", str(path)]

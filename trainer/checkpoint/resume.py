@@ -18,12 +18,11 @@ from trainer.config.render import differing_settings
 from trainer.runtime.distributed import run_on_rank_0
 from trainer.state import TrainState
 from trainer.system import console
-from trainer.system.checkpoint_folder import STATE_FILE, committed, step_of
+from trainer.system.checkpoint_folder import LARGEST_CONFIG, STATE_FILE, committed, step_of
 from trainer.system.files import atomic_write, read_json_object, sync
 
 _LINEAGE = "lineage.json"
 LARGEST_STATE = 16 * 2**20
-_LARGEST_CONFIG = 2**20
 
 
 # ---------------------------------------------------------------- finding a checkpoint
@@ -134,7 +133,7 @@ def changed_settings(saved: ResumePoint, config: str) -> list[str]:
     """Return one line per setting that differs between the checkpoint and the current configuration. config: TOML text."""
     path = saved.path / "config.toml"
     try:
-        return differing_settings(manifest.read_text(path, _LARGEST_CONFIG), config)
+        return differing_settings(manifest.read_text(path, LARGEST_CONFIG), config)
     except (CorruptError, ConfigError):
         return [f"{path} cannot be read"]
 

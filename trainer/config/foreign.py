@@ -401,7 +401,8 @@ ARGUMENTS: Mapping[str, Mapping[str, str]] = {
     "plan": {
         **dict.fromkeys(("gpus", "num_gpus", "ngpu", "nproc_per_node", "ranks"), "--world-size"),
         **dict.fromkeys(("gpu", "hardware", "gpu_type"), "--device"),
-        **dict.fromkeys(("model", "model_name_or_path", "base_model"), "--config or --from-hf"),
+        **dict.fromkeys(("model", "model_name_or_path", "base_model"), "--config or --from"),
+        "from_hf": "--from or --model.huggingface",
         **dict.fromkeys(("memory", "gpu_memory", "vram"), "--memory-gib"),
     },
     "prepare_data": {

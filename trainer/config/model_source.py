@@ -80,7 +80,7 @@ def saved_tokenizer(checkpoint: Path, model: Mapping[str, Any]) -> dict[str, Any
     if Path(file).name != file:
         raise ValueError
     return {
-        # The default tokenizer is a rank file too, and the shipped file may change.
+        # The default tokenizer is a tiktoken file too, and the shipped file may change.
         "backend": "tiktoken" if backend == "default" else backend,
         "path": str(checkpoint / file),
         "pattern": model.get("pattern", "llama3" if backend == "tiktoken" else ""),  # older checkpoints have none

@@ -69,6 +69,8 @@ DOCUMENT_COLUMNS = (
     "rejected", "system", "tools",
 )  # fmt: skip
 """Fields of conversations that data.columns may give other names."""
+MESSAGE_LISTS = ("messages", "conversations", "prompt", "completion", "chosen", "rejected")
+"""Those that hold messages, or a text."""
 
 Count = Annotated[int, Constraint(min=1, max=4096)]
 CountOrZero = Annotated[int, Constraint(min=0, max=4096)]

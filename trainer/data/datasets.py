@@ -19,7 +19,7 @@ from trainer.system.files import file_lock
 
 SINGLE = "data"
 """Name of the dataset if data.datasets is not set."""
-FORMATS = (*DATASETS, "prepared")
+DATASET_TYPES = (*DATASETS, "prepared")
 
 
 def dataset_configs(data: DataConfig) -> dict[str, DataConfig]:
@@ -55,9 +55,11 @@ def blame_setting(setting: str) -> Iterator[None]:
 
 def _dataset_config(data: DataConfig, key: str, text: str) -> DataConfig:
     dataset, _, path = text.partition(":")
-    if dataset not in FORMATS:
-        formats = ", ".join(FORMATS)
-        raise ConfigError(key, f"expected FORMAT:PATH; FORMAT is one of {formats}{did_you_mean(dataset, FORMATS)}")
+    if dataset not in DATASET_TYPES:
+        formats = ", ".join(DATASET_TYPES)
+        raise ConfigError(
+            key, f"expected FORMAT:PATH; FORMAT is one of {formats}{did_you_mean(dataset, DATASET_TYPES)}"
+        )
     if bool(path) == (dataset == "python_stdlib") and dataset not in SHIPPED:
         raise ConfigError(key, "python_stdlib does not take a path" if path else f"expected a path after {dataset}:")
     return replace(data, dataset=dataset, path=path, datasets={}, mixture=())

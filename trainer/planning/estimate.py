@@ -105,6 +105,12 @@ class RunEstimate:
         return not self.fits, self.is_tight, -self.tokens_per_second
 
     @property
+    def run_s(self) -> float | None:
+        """Duration of the run's steps in seconds, or None if its length is given in epochs of data that are not read here."""
+        training = self.config.training
+        return training.steps * self.slowest.total_s if training.epochs is None else None
+
+    @property
     def tokens_per_second(self) -> float:
         training = self.config.training
         return training.global_batch_size * training.seq_len / self.slowest.total_s

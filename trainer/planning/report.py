@@ -123,10 +123,16 @@ def _time_lines(estimate: RunEstimate, tokens: float | None, price: float | None
 
 def run_duration(estimate: RunEstimate, price: float | None) -> str:
     """Return the text about the duration of the run's steps. price: price of a device for an hour."""
-    steps = estimate.config.training.steps
-    seconds = steps * estimate.slowest.total_s
-    tokens = f"{estimate.tokens_per_second * seconds:,.3g} tokens"
-    return f"{steps:,} steps ({tokens}): {_duration(seconds, estimate.hardware.world_size, price)}"
+    if estimate.run_s is None:
+        return unknown_length(estimate)
+    steps, tokens = estimate.config.training.steps, estimate.tokens_per_second * estimate.run_s
+    duration = _duration(estimate.run_s, estimate.hardware.world_size, price)
+    return f"{steps:,} steps ({tokens:,.3g} tokens): {duration}"
+
+
+def unknown_length(estimate: RunEstimate) -> str:
+    """Return the text about the length of a run with training.epochs."""
+    return f"{estimate.config.training.epochs:g} epochs: the length in steps is known only when the data are prepared"
 
 
 def time_text(seconds: float) -> str:
@@ -219,7 +225,7 @@ def as_json(estimate: RunEstimate) -> str:
             "mfu_percent": 100 * estimate.mfu,
             "tokens_per_second": estimate.tokens_per_second,
             "tokens_per_second_per_device": estimate.tokens_per_second / estimate.hardware.world_size,
-            "run_s": estimate.config.training.steps * time.total_s,
+            "run_s": estimate.run_s,
             "bound": time.bound,
             "matmuls_s": time.matmuls_s,
             "memory_s": time.memory_s,

@@ -146,8 +146,11 @@ def overview_of(run: Any) -> Overview:
     speed = records.curves.get("train/tokens_per_second")
     memory = records.curves.get("train/memory_peak_gib")
     seconds = records.last_time_s - records.first_time_s
-    model = run.settings.get("model.huggingface", '""').strip('"')
-    model = model or "/".join(run.settings.get(f"model.{key}", "").strip('"') for key in ("name", "size")).strip("/")
+    pretrained, folder, name, size = (
+        run.settings.get(f"model.{key}", "").strip('"') for key in ("pretrained", "huggingface", "name", "size")
+    )
+    # Of a Hub model, `huggingface` is a folder of the cache, and `pretrained` the name that the user has given.
+    model = (pretrained or folder) if folder else f"{name}/{size}".strip("/")
     tokens = last.get("tokens_seen")
     return Overview(
         model=model,

@@ -14,13 +14,13 @@ from trainer.config.render import setting_texts
 from trainer.config.schema import toml_value
 from trainer.reporting.records import Records, read_records
 from trainer.run.sinks.sink import METRICS_FILE
+from trainer.system.checkpoint_folder import LARGEST_CONFIG
 from trainer.system.files import describe, file_error, read_json_object, read_limited
 
 CONFIG_FILE, ENVIRONMENT_FILE = "config.toml", "environment.json"
 FILES = (METRICS_FILE, CONFIG_FILE, ENVIRONMENT_FILE)
 MAX_RUNS = 32
 """Number of lines that eight colours and four dash patterns distinguish."""
-_LARGEST_CONFIG = 2**24
 
 
 @dataclass
@@ -37,9 +37,9 @@ class Run:
 
     @property
     def num_steps(self) -> str:
-        """Steps after which the run ends, as text, or "" if its length is unknown or given in epochs."""
-        in_epochs = self.settings.get("training.epochs", '"none"') != '"none"'
-        return "" if in_epochs else self.settings.get("training.steps", "")
+        """Steps after which the run ends, as text, or "" if its configuration is missing. If the user has set training.epochs,
+        the config.toml of a run has the resulting steps."""
+        return self.settings.get("training.steps", "")
 
     @property
     def world_size(self) -> int:
@@ -94,7 +94,7 @@ def read_run(folder: Path, label: str) -> Run:
     except OSError as error:
         run.problems.append(f"{METRICS_FILE} cannot be read ({error.strerror})")
     try:
-        text = read_limited(folder / CONFIG_FILE, _LARGEST_CONFIG).decode()
+        text = read_limited(folder / CONFIG_FILE, LARGEST_CONFIG).decode()
         run.settings = {key: without_passwords(value) for key, value in setting_texts(text).items()}
     except (OSError, ValueError, ConfigError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is no configuration"

@@ -19,7 +19,12 @@ class Pages:
     """The current page. It is built again when it is asked for and a file of its runs has changed."""
 
     def __init__(self, version: Callable[[], str], build: Callable[[Watch], str]):
-        """version: returns a text that changes with the files. build: returns the page."""
+        """Create the pages of the runs.
+
+        Args:
+            version: Returns a text that changes with the files.
+            build: Returns the page.
+        """
         self.version, self.build = version, build
         self.lock = Lock()
         self.built, self.page, self.interval_s = "", b"", _INTERVAL_S

@@ -97,6 +97,7 @@ class Metrics:
             "step_time_s": step_time,
             **{f"{name}_time_s": seconds / num_steps for name, seconds in phases.items() if name not in _NOT_TRAINING},
             "evaluation_time_s": spent.get("evaluation", 0.0),
+            "samples_time_s": spent.get("samples", 0.0),
             "checkpoint_time_s": spent.get("checkpoint", 0.0),
             "memory_peak_gib": max(devices.memory_peak(self.device), memory_end) / GIB,
             "memory_end_gib": memory_end / GIB,

@@ -10,6 +10,8 @@ MODEL_FILE = "model.json"
 """Name of the file in a checkpoint that describes the model and lists the tokenizer files."""
 STATE_FILE = "train_state.json"
 """Name of the file in a checkpoint with the step and the values that a resumed run continues."""
+LARGEST_CONFIG = 2**24
+"""Maximum size in bytes of the config.toml of a run or a checkpoint. A larger one is not read."""
 
 _NAME = re.compile(r"step-(\d{8,15})(\.old)?")
 

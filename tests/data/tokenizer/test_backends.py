@@ -66,7 +66,7 @@ def test_the_default_tokenizer_compresses_source_code():
     assert len(text.encode()) / len(tokenizer.encode(text)) > 2.5
 
 
-def test_llama_3_rank_files_get_its_special_tokens(tmp_path):
+def test_llama_3_tiktoken_files_get_its_special_tokens(tmp_path):
     """A tiktoken file of 128,000 tokens, as Meta's: the 256 bytes and longer ones."""
     tokens = [bytes([i]) for i in range(256)] + [b"%07d" % i for i in range(127_744)]
     lines = [b"%s %d" % (base64.b64encode(t), rank) for rank, t in enumerate(tokens)]

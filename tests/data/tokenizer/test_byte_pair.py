@@ -14,7 +14,7 @@ from trainer.data.tokenizer.backends import DEFAULT_FILE, load_tokenizer
 from trainer.data.tokenizer.byte_pair import PATTERNS
 
 
-def rank_file(folder, count):
+def tiktoken_file(folder, count):
     """Write a tiktoken file with the default file's ranks, shortened or extended to `count`."""
     lines = DEFAULT_FILE.read_bytes().splitlines()[:count]
     lines += [b"%s %d" % (base64.b64encode(b"\xff%07d" % i), i) for i in range(len(lines), count)]
@@ -65,7 +65,7 @@ def monkeypatch_module():
 def test_a_named_pattern_gives_the_tokens_of_its_publisher_and_of_the_package_tokenizers(
     tmp_path, texts, published, name
 ):
-    tokenizer = load(rank_file(tmp_path, 1792), pattern=name)
+    tokenizer = load(tiktoken_file(tmp_path, 1792), pattern=name)
     assert tokenizer.warnings == ()
     hf_tokenizer = tokenizers.Tokenizer.from_str(tokenizer.huggingface_files()["tokenizer.json"].decode())
     hf_tokenizer.encode_special_tokens = True
@@ -80,7 +80,7 @@ def test_a_named_pattern_gives_the_tokens_of_its_publisher_and_of_the_package_to
 
 
 def test_a_regular_expression_is_a_pattern(tmp_path):
-    tokenizer = load(rank_file(tmp_path, 1792), pattern=r"\w|\s|[^\w\s]")
+    tokenizer = load(tiktoken_file(tmp_path, 1792), pattern=r"\w|\s|[^\w\s]")
     assert tokenizer.encode("def") == [token for letter in "def" for token in tokenizer.encode(letter)]
     assert load_config(
         ["--tokenizer.backend", "tiktoken", "--tokenizer.path", str(DEFAULT_FILE), "--tokenizer.pattern", r"\X"]
@@ -103,18 +103,18 @@ LOSES = f"must be one of {NAMES}, or a regular expression that matches any text:
 )
 def test_a_pattern_that_would_lose_text_is_rejected(tmp_path, pattern, message):
     with pytest.raises(ConfigError) as error:
-        load(rank_file(tmp_path, 1792), pattern=pattern)
+        load(tiktoken_file(tmp_path, 1792), pattern=pattern)
     assert (error.value.key, error.value.message) == ("tokenizer.pattern", message)
 
 
-def test_a_pattern_has_an_effect_only_with_a_rank_file():
+def test_a_pattern_has_an_effect_only_with_a_tiktoken_file():
     with pytest.raises(ConfigError) as error:
         load_config(["--tokenizer.pattern", "gpt2"])
     assert str(error.value) == "--tokenizer.pattern gpt2: has an effect only with [tokenizer] backend = tiktoken"
 
 
-def test_an_unknown_rank_file_is_a_warning_until_the_pattern_is_set(tmp_path):
-    path = rank_file(tmp_path, 1700)
+def test_an_unknown_tiktoken_file_is_a_warning_until_the_pattern_is_set(tmp_path):
+    path = tiktoken_file(tmp_path, 1700)
     tokenizer = load(path)
     assert tokenizer.warnings == (
         f"{path} is not Llama 3's tiktoken file, but is used with Llama 3's split pattern; set tokenizer.pattern to the pattern "
@@ -125,7 +125,7 @@ def test_an_unknown_rank_file_is_a_warning_until_the_pattern_is_set(tmp_path):
     assert load(path, extra_special_tokens=("<|x|>",)).warnings == tokenizer.warnings
     copy = tmp_path / "copy"
     copy.write_bytes(DEFAULT_FILE.read_bytes())
-    for known in (load(copy), load(rank_file(tmp_path, 128_000)), load_tokenizer(TokenizerConfig())):
+    for known in (load(copy), load(tiktoken_file(tmp_path, 128_000)), load_tokenizer(TokenizerConfig())):
         assert known.warnings == ()
 
 
@@ -133,8 +133,8 @@ def test_an_unknown_rank_file_is_a_warning_until_the_pattern_is_set(tmp_path):
     ("count", "owner", "pattern"),
     [(151_643, "Qwen", "qwen2"), (200_000, "Llama 4", "llama4"), (50_256, "GPT-2", "gpt2")],
 )
-def test_the_rank_file_of_another_model_is_rejected_unless_a_pattern_is_set(tmp_path, count, owner, pattern):
-    path = rank_file(tmp_path, count)
+def test_the_tiktoken_file_of_another_model_is_rejected_unless_a_pattern_is_set(tmp_path, count, owner, pattern):
+    path = tiktoken_file(tmp_path, count)
     with pytest.raises(ConfigError) as error:
         load(path)
     assert (error.value.key, error.value.message) == (

@@ -4,6 +4,8 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
+from trainer.config.schema import MESSAGE_LISTS
+
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names of the field with the reasoning of an answer. transformers passes it to templates as reasoning_content and thinking."""
 
@@ -24,8 +26,6 @@ _CONSEQUENTIAL = frozenset(
     enable_thinking documents chat_template chat_template_kwargs template_kwargs
     image images audio audios video videos input_audio refusal""".split()  # noqa: SIM905  a list of quoted words is unreadable
 )
-LISTS = ("messages", "conversations", "prompt", "completion", "chosen", "rejected")
-"""Fields of a document that hold messages."""
 
 
 def is_absent(value: Any) -> bool:
@@ -53,7 +53,7 @@ def without(document: Any, names: Collection[str]) -> tuple[Any, set[str]]:
         return {name: value for name, value in fields.items() if name not in names}
 
     document = kept(document)
-    for name in LISTS:
+    for name in MESSAGE_LISTS:
         if isinstance(document.get(name), list):
             document[name] = [kept(message) for message in document[name]]
     return document, removed

@@ -6,8 +6,8 @@ from contextlib import suppress
 from typing import Any
 
 from trainer.config.fields import did_you_mean
-from trainer.config.schema import MESSAGE_COLUMNS
-from trainer.data.chat.fields import LISTS, is_absent
+from trainer.config.schema import MESSAGE_COLUMNS, MESSAGE_LISTS
+from trainer.data.chat.fields import is_absent
 
 QUESTIONS = {"instruction": "output", "question": "answer"}
 """Field with the text of the user -> field with the text of the assistant. `input` continues an instruction."""
@@ -44,7 +44,7 @@ def renamed(document: Any, columns: Mapping[str, str]) -> tuple[Any, set[str]]:
         return document, set()
     document, replaced = _renamed(document, {o: name for o, name in columns.items() if o not in MESSAGE_COLUMNS})
     of_messages = {ours: name for ours, name in columns.items() if ours in MESSAGE_COLUMNS}
-    for name in LISTS if of_messages else ():
+    for name in MESSAGE_LISTS if of_messages else ():
         if name in ("messages", "conversations") and isinstance(document.get(name), str):
             with suppress(ValueError, RecursionError):  # otherwise parse_conversation explains the text
                 document[name] = json.loads(document[name])

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from trainer.config import ConfigError, DataConfig
+from trainer.config.schema import MESSAGE_LISTS
 from trainer.data.sources.contents import HEAD_BYTES, recognize, recognize_json
 from trainer.data.sources.files import with_compressed
 from trainer.data.sources.source import BadDocument, Document, InvalidDocument, Span, too_long
@@ -18,8 +19,6 @@ T = TypeVar("T")
 
 CSV_ENDINGS = with_compressed((".csv", ".tsv"))
 _DELIMITERS = ",;\t"
-_LISTS = ("prompt", "completion", "chosen", "rejected", "messages", "conversations")
-"""Columns whose cells hold messages as JSON text, or a text."""
 _FLAGS = {"0": 0, "0.0": 0, "1": 1, "1.0": 1, "true": True, "false": False}
 """Values of the columns weight and train."""
 
@@ -31,8 +30,8 @@ class CsvRecords:
         """See text_field.extractor."""
         self._extract = extractor(field)
         self._field = field
-        # data.columns may give the columns of lists other names.
-        self._lists = {*_LISTS, *(config.columns[name] for name in _LISTS if name in config.columns)}
+        # Their cells hold messages as JSON text, or a text. data.columns may give the columns other names.
+        self._lists = {*MESSAGE_LISTS, *(config.columns[name] for name in MESSAGE_LISTS if name in config.columns)}
         self._roles = {"role", "from", config.columns.get("role", "role")}
         self._line = 1  # number of the line in which the next row begins
         self._dataset, self._max_bytes = config.dataset, config.max_document_bytes

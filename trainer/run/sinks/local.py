@@ -21,7 +21,7 @@ _BUFFER_BYTES = 2**22
 
 class RemainingTime:
     """Estimate of the time to the end of a run, from a mean over the last steps in which older ones count less. It includes
-    evaluations and saves."""
+    evaluations, samples and saves."""
 
     def __init__(self, steps: int):
         """steps: step after which the run ends."""
@@ -36,7 +36,8 @@ class RemainingTime:
     def after(self, record: dict[str, Any]) -> float:
         """Return the seconds that remain after a training record."""
         num_steps = record["step"] - record["first_step"] + 1
-        seconds = num_steps * record["step_time_s"] + record["evaluation_time_s"] + record["checkpoint_time_s"]
+        other = sum(record[f"{name}_time_s"] for name in ("evaluation", "samples", "checkpoint"))
+        seconds = num_steps * record["step_time_s"] + other
         if self.is_first:  # it contains the compilation, so it counts only until there is another one
             self.is_first = False
             return (self.steps - record["step"]) * seconds / num_steps
