@@ -134,7 +134,7 @@ def build_trainer(
         save_run_info(config, device)
     log_summary(config, resolved, device, deterministic, _attention_kernels(config, resolved, device))
     share = run_on_rank_0(lambda: target_share(datasets.training))
-    log_data(config, resolved.grad_accum, datasets, epochs_of(config.training, datasets, state), share)
+    log_data(config, resolved.grad_accum, datasets, epochs_of(config, datasets, state)[0], share)
     stragglers = _build_stragglers(config, resolved, model_parts.values(), device)
     logged = LoggedRun(config.run.name, folder, config.training.steps, config.metrics)
     sinks = build_sinks(config.metrics.sinks, logged, is_writer=dist.get_rank() == 0)

@@ -9,9 +9,10 @@ import torch
 
 from models.spec import meta_model
 from trainer.checkpoint.adapter import load_adapter
+from trainer.checkpoint.best import BestTracker
 from trainer.checkpoint.resume import ResumePoint, require_compatible
 from trainer.checkpoint.weights import check_initial_weights
-from trainer.config import Config, ConfigError
+from trainer.config import Config, ConfigError, EvaluationConfig, SamplesConfig
 from trainer.data.build import Datasets
 from trainer.data.datasets import all_dataset_configs
 from trainer.data.prepare.prepare import prepare
@@ -20,18 +21,22 @@ from trainer.data.trial import large_datasets, trial_stores
 from trainer.data.view.figures import as_table, refusals, split_figures
 from trainer.data.view.text import table_lines
 from trainer.evaluate import EvalSet, build_eval_sets
+from trainer.inference.samples import encode_prompts
 from trainer.planning.estimate import Hardware, RunEstimate, estimate, this_machine
 from trainer.planning.limits import GPU_RESERVE_BYTES
-from trainer.planning.report import format_bytes
+from trainer.planning.report import format_bytes, margin_text
+from trainer.resilience.early_stopping import EarlyStopping
 from trainer.run.preflight import check_disk, disk_free, remaining_checkpoints, state_bytes
-from trainer.run.resolve import ResolvedRun
-from trainer.run.run_folder import require_usable, resume_point
+from trainer.run.resolve import ResolvedRun, require_profiled_step
+from trainer.run.run_folder import how_it_ended, require_usable, resume_point
+from trainer.run.sinks.services import require_access
 from trainer.run.sinks.sink import METRICS_FILE
 from trainer.run.text_format import TextFormat, load_text_format, require_same_tokenizer
-from trainer.run.training_data import prepare_and_open, require_unchanged_mixture, with_steps
+from trainer.run.training_data import epochs_of, prepare_and_open, require_unchanged_mixture, with_steps
 from trainer.runtime import device as devices
 from trainer.runtime import distributed
 from trainer.runtime.accelerators import ACCELERATORS
+from trainer.state import TrainState
 from trainer.system.children import end_children
 from trainer.system.files import read_json_lines
 from trainer.system.process import memory_available
@@ -67,11 +72,13 @@ def report(config: Config, resolved: ResolvedRun, ranks_per_node: int, device: t
     _line("ranks", f"{dims.world_size} x {devices.name(device)} ({dims})")
     require_usable(config.run.folder)
     point = resume_point(config.run.folder, config.checkpoint.load_step, resolved.fingerprint)
-    done = point.state.step if point else 0
-    _line("run folder", _start(config, point))
-    if training.epochs is None and done >= training.steps:
-        return _end()
+    state = TrainState() if point is None else point.state
+    if ended := how_it_ended(config, state):
+        _line("run folder", f"{config.run.folder}: {ended}")
+        return _end(config)
+    require_access(config.metrics)
     text = load_text_format(config, resolved)
+    encode_prompts(config.samples, config.data, text.tokenizer, bool(text.chat_template), training.seq_len)
     if point is not None:
         require_same_tokenizer(point, config.tokenizer, text.tokenizer)
     _line("tokenizer", f"{config.tokenizer.path or config.tokenizer.backend}, {text.tokenizer.vocab_size:,} tokens")
@@ -80,26 +87,35 @@ def report(config: Config, resolved: ResolvedRun, ranks_per_node: int, device: t
         trial = replace(config, data=replace(config.data, store_folder=str(stores)))
         data = _data(trial, text, point)
     if data is not None:
-        config = with_steps(config, data.datasets, None if point is None else point.state)
+        config = with_steps(config, data.datasets, state)
+        require_profiled_step(config.profiling, config.training.steps)
+    if ended := how_it_ended(config, state, _stopped_early(config, data, state)):
+        _line("run folder", f"{config.run.folder}: {ended}")
+        return _end(config)
+    _line("run folder", _start(config, point, data))
     steps = config.training.steps if config.training.epochs is None else None
-    _line("steps", _steps(config, resolved, done, steps))
+    _line("steps", _steps(config, resolved, state.step, steps))
     if data is not None:
-        _line("epochs", "; ".join(_epochs(config, data.datasets)))
-    _line("checkpoints", _checkpoints(config, resolved, done))
+        _line("epochs", "; ".join(_epochs(config, data.datasets, state)))
+    _line("checkpoints", _checkpoints(config, resolved, state.step, steps))
     _line("evaluation", _evaluation(config, data))
-    remaining = 0 if steps is None else steps - done
+    _line("early stop", _early_stopping(config.evaluation))
+    _line("samples", _samples(config.samples))
+    remaining = 0 if steps is None else steps - state.step
     fits = _plan(config, dims.world_size, ranks_per_node, device, remaining)
-    if remaining and point is not None and (step_s := _measured_step_s(config.run.folder)):
+    if remaining and (step_s := _measured_step_s(config.run.folder)):
         _line("", f"{duration(remaining * step_s)}, if steps take as long as those of the run so far")
-    return _end(fits)
+    return _end(config, fits)
 
 
 def _line(name: str, text: str) -> None:
     print(f"{name:<14}{text}", flush=True)
 
 
-def _end(fits: bool = True) -> int:
-    print("dry run complete: nothing was written" + "; the run would not fit into memory" * (not fits), flush=True)
+def _end(config: Config, fits: bool = True) -> int:
+    written = " but the download to the cache of huggingface_hub" * bool(config.model.revision)
+    verdict = "; the run would not fit into memory" * (not fits)
+    print(f"dry run complete: nothing was written{written}{verdict}", flush=True)
     return 0 if fits else 1
 
 
@@ -111,15 +127,28 @@ def _steps(config: Config, resolved: ResolvedRun, done: int, steps: int | None) 
     return f"{number}, {samples}, in {resolved.grad_accum} microbatches on each rank"
 
 
-def _start(config: Config, point: ResumePoint | None) -> str:
-    """Return the run folder, and whether a run would resume. The latter also raises ConfigError, as a run would."""
-    folder, steps = config.run.folder, config.training.steps
+def _start(config: Config, point: ResumePoint | None, data: "_Data | None") -> str:
+    """Return the folder of a run that has steps left, and whether it resumes."""
+    folder = config.run.folder
     if point is None:
         return f"{folder}: a new run"
-    if config.training.epochs is None and point.state.step >= steps:
-        return f"{folder}: already finished at step {point.state.step}; raise --training.steps to continue"
     rollback = ", after newer checkpoints are moved to a folder discarded-N" if point.rollback else ""
-    return f"{folder}: resumes from step {point.state.step}{rollback}"
+    depends_on_data = config.training.epochs is not None or _is_identified_by_data(config.evaluation)
+    unknown = ", unless the prepared data show that it has ended" if data is None and depends_on_data else ""
+    return f"{folder}: resumes from step {point.state.step}{rollback}{unknown}"
+
+
+def _stopped_early(config: Config, data: "_Data | None", state: TrainState) -> str:
+    """Return why the run has ended before its last step, or "" if it has not, or if that is unknown without the data."""
+    if data is None and _is_identified_by_data(config.evaluation):
+        return ""
+    name = "" if data is None else data.datasets.evaluation_names.get(config.evaluation.keep_best_on, "")
+    return EarlyStopping(config.evaluation, BestTracker(config.evaluation, name).identity).reason(state)
+
+
+def _is_identified_by_data(evaluation: EvaluationConfig) -> bool:
+    """Return whether the memory of early stopping is valid only for one content of an evaluation-only dataset."""
+    return bool(evaluation.early_stopping_patience) and evaluation.keep_best_on in evaluation.datasets
 
 
 def _weights(config: Config, resolved: ResolvedRun, point: ResumePoint | None) -> str:
@@ -176,40 +205,33 @@ def _stores(config: Config, tokenizer: Tokenizer) -> dict[str, Path]:
     return {name: prepare(dataset, config.tokenizer, tokenizer) for name, _, dataset in configs}
 
 
-def _epochs(config: Config, datasets: Datasets) -> Sequence[str]:
+def _epochs(config: Config, datasets: Datasets, state: TrainState) -> Sequence[str]:
     """Return how often the run reads each training dataset."""
-    counts = [0] * len(datasets.sizes)
-    num_samples = config.training.steps * config.training.global_batch_size
-    for i, phase in enumerate(datasets.phases):
-        stop = min(datasets.phases[i + 1].start if i + 1 < len(datasets.phases) else num_samples, num_samples)
-        if stop > phase.start:
-            consumed = phase.consumed(stop - phase.start).tolist()
-            counts = [count + more for count, more in zip(counts, consumed, strict=True)]
-    names = datasets.phases[0].names
-    return [
-        f"{count / size:.2f}" + (f" of {name}" if len(names) > 1 else "")
-        for name, count, size in zip(names, counts, datasets.sizes, strict=True)
-        if size
-    ]
+    _, each = epochs_of(config, datasets, state)
+    return [f"{epochs:.2f}" + f" of {name}" * (len(datasets.sizes) > 1) for name, epochs in each.items()]
 
 
 # ---------------------------------------------------------------- what the run writes
 
 
-def _checkpoints(config: Config, resolved: ResolvedRun, done: int) -> str:
+def _checkpoints(config: Config, resolved: ResolvedRun, done: int, steps: int | None) -> str:
+    """Check the disk, if the number of steps is known, and return what is saved."""
     checkpoint, folder = config.checkpoint, config.run.folder / "checkpoints"
     if not checkpoint.enabled:
         return "none"
-    check_disk(config, resolved.num_trained, done)
+    if steps is None:
+        number = "an unknown number"
+    else:
+        check_disk(config, resolved.num_trained, done)
+        number = str(remaining_checkpoints(checkpoint, done, steps))
     size = format_bytes(resolved.num_trained * state_bytes(config))
     when = (
         f"after every {checkpoint.interval_steps} steps and the last"
         if checkpoint.interval_steps
         else "after the last step"
     )
-    count = remaining_checkpoints(checkpoint, done, config.training.steps)
     kept = f", of which {checkpoint.keep} are kept" if checkpoint.keep else ""
-    return f"{count} of {size}, {when}{kept}; {format_bytes(disk_free(folder))} are free"
+    return f"{number} of {size}, {when}{kept}; {format_bytes(disk_free(folder))} are free"
 
 
 def _evaluation(config: Config, data: _Data | None) -> str:
@@ -219,6 +241,23 @@ def _evaluation(config: Config, data: _Data | None) -> str:
     if data is None:
         return when
     return when + ": " + ", ".join(f"{s.name} ({s.num_samples} samples)" for s in data.eval_sets)
+
+
+def _early_stopping(evaluation: EvaluationConfig) -> str:
+    if not (patience := evaluation.early_stopping_patience):
+        return "none"
+    delta = evaluation.early_stopping_min_delta
+    falls = f"falls by more than {delta:g}" if delta else "falls"
+    number = f"{patience} evaluations in a row in" if patience > 1 else "an evaluation in"
+    return f"after {number} which the loss on {evaluation.keep_best_on} no longer {falls}"
+
+
+def _samples(samples: SamplesConfig) -> str:
+    if not samples.prompts:
+        return "none"
+    every = f"every {samples.interval_steps} steps and " if samples.interval_steps else ""
+    number = len(samples.prompts)
+    return f"of {number} prompt{'s' * (number > 1)}, up to {samples.max_new_tokens} tokens each, after {every}the last step"
 
 
 # ---------------------------------------------------------------- memory and time
@@ -255,7 +294,8 @@ def _report_plan(plan: RunEstimate, ranks_per_node: int, device: torch.device, s
         needed, free, place = peak, devices.memory_free(device), "the GPU"
     fits = plan.fits and (free is None or needed <= free)
     where = f"{format_bytes(peak)} at the peak of a rank (planned)"
-    _line("memory", where + ("" if free is None else f"; {format_bytes(free)} of {place} are free"))
+    where += "" if free is None else f"; {format_bytes(free)} of {place} are free"
+    _line("memory", where + f"; tight: {margin_text(plan)} should stay free" * (fits and plan.is_tight))
     if is_rate_known:
         step_s = plan.slowest.total_s
         rough = " from typical rates of a CPU; small models take longer" if device.type == "cpu" else ""

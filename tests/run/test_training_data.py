@@ -8,6 +8,7 @@ import torch
 
 from trainer.batch import IGNORE_INDEX, Batch
 from trainer.config import Config, TrainingConfig
+from trainer.data.sampling.phases import PERIOD, MixturePhase
 from trainer.run.training_data import epochs_of, target_share, with_steps
 from trainer.state import TrainState
 
@@ -51,9 +52,12 @@ def test_a_resumed_run_with_another_batch_size_still_ends_with_its_last_epoch():
 
 
 def test_the_epochs_of_a_resumed_run_count_what_it_has_consumed():
-    datasets = SimpleNamespace(training=HalfTargets(100, 4))
-    training = TrainingConfig(steps=8, global_batch_size=50)
-    assert epochs_of(training, datasets, TrainState(step=5, cursor=50)) == 2.0
+    phases = MixturePhase(0, ("a", "b"), (7500, 2500)), MixturePhase(100, ("a", "b"), (0, PERIOD))
+    datasets = SimpleNamespace(training=HalfTargets(150, 4), sizes=(50, 100), phases=phases)
+    config = Config(training=TrainingConfig(steps=8, global_batch_size=50))
+    assert epochs_of(config, datasets, TrainState(step=5, cursor=50)) == (200 / 150, {"a": 75 / 50, "b": 125 / 100})
+    skipped = TrainState(step=5, cursor=50, skipped_samples=[(8, 16), (500, 508)])  # the second is beyond the end
+    assert epochs_of(config, datasets, skipped)[1] == {"a": 69 / 50, "b": 131 / 100}
 
 
 @pytest.mark.parametrize("count", [1, 7, 5000])

@@ -13,9 +13,9 @@ from pathlib import Path
 
 from trainer.config import ConfigError, DataConfig
 from trainer.data.datasets import SINGLE, all_dataset_configs, blame_setting
-from trainer.data.prepare.encode import encoder
+from trainer.data.prepare.encode import Encoded, encoder
 from trainer.data.prepare.prepare import locate, store_folder
-from trainer.data.sources import BadDocument, Source
+from trainer.data.sources import BadDocument, Source, open_source
 from trainer.data.sources.source import Span
 from trainer.data.tokenizer.protocol import Tokenizer
 from trainer.system.paths import unreadable
@@ -58,20 +58,17 @@ class LargeDataset:
 
     def check_first_documents(self, tokenizer: Tokenizer) -> str:
         """Encode the first documents. Return a line that says how many are readable. Raises ConfigError if none is."""
-        path = self.source.files[0]
-        span = Span(path, 0, os.path.getsize(path))
         with blame_setting(self.setting):
-            try:
-                results = list(islice(self.source.read(span, encoder(self.config, tokenizer)), _FIRST_DOCUMENTS))
-            except OSError as error:
-                raise ConfigError("data.path", unreadable(error, path)) from None
+            results = list(islice(self._results(tokenizer), _FIRST_DOCUMENTS))
             bad = [result for result in results if isinstance(result, BadDocument)]
+            if not results:
+                raise ConfigError("data.path", f"the {len(self.source.files)} files contain no document")
             if len(bad) == len(results):
                 raise ConfigError(
                     "data.path", f"none of the first {len(results)} documents is readable; the first: {bad[0]}"
                 )
+            size = size_of(self.source)
         tokens = sum(len(result.tokens) for result in results if not isinstance(result, BadDocument))
-        size = sum(map(os.path.getsize, self.source.files))
         good = len(results) - len(bad)
         found = (
             f"{good} of the first {len(results)} documents are readable and have {tokens / good:,.0f} tokens on average"
@@ -82,6 +79,26 @@ class LargeDataset:
             f"{name}{len(self.source.files)} files, {size / 1e9:.2f} GB, which the run prepares first; {found}{example}"
         )
 
+    def _results(self, tokenizer: Tokenizer) -> Iterator[Encoded | BadDocument]:
+        """Yield the documents of all files, encoded. Raises ConfigError."""
+        encode = encoder(self.config, tokenizer)
+        for path in self.source.files:
+            try:
+                yield from self.source.read(Span(path, 0, os.path.getsize(path)), encode)
+            except OSError as error:
+                raise ConfigError("data.path", unreadable(error, path)) from None
+
+
+def size_of(source: Source) -> int:
+    """Return the size of the files in bytes. Raises ConfigError if a file has disappeared or cannot be reached."""
+    size = 0
+    for path in source.files:
+        try:
+            size += os.path.getsize(path)
+        except OSError as error:
+            raise ConfigError("data.path", unreadable(error, path)) from None
+    return size
+
 
 def large_datasets(data: DataConfig, sets: Mapping[str, str], tokenizer: Tokenizer) -> list[LargeDataset]:
     """Return the datasets that are not prepared and have more than PREPARED_BYTES. Raises ConfigError if one cannot be opened."""
@@ -90,8 +107,16 @@ def large_datasets(data: DataConfig, sets: Mapping[str, str], tokenizer: Tokeniz
         if config.dataset == "prepared":
             continue
         with blame_setting(setting):
-            source, key, _ = locate(config, tokenizer)
-        size = sum(map(os.path.getsize, source.files))
-        if size > PREPARED_BYTES and not store_folder(config, key).exists():
-            found.append(LargeDataset(name.partition("/")[2], setting, config, source))
+            source = open_source(config, tokenizer)
+            if size_of(source) > PREPARED_BYTES and not _is_prepared(config, tokenizer):
+                found.append(LargeDataset(name.partition("/")[2], setting, config, source))
     return found
+
+
+def _is_prepared(config: DataConfig, tokenizer: Tokenizer) -> bool:
+    """Return whether the store of a dataset exists. Its key is the hash of all files, which are read only if the folder has a
+    store of a dataset of this format."""
+    if not any(store_folder(config, "").parent.glob(f"{config.dataset}-*")):
+        return False
+    _, key, _ = locate(config, tokenizer)
+    return store_folder(config, key).exists()

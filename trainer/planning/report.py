@@ -152,7 +152,7 @@ def _verdict_lines(estimate: RunEstimate) -> list[str]:
     accelerator, free = estimate.hardware.accelerator, estimate.free_bytes
     usable = f"{accelerator.memory_gib:.4g} GiB minus {format_bytes(estimate.hardware.reserved_bytes)} reserved"
     is_tight = 0 <= free < estimate.margin_bytes
-    lines = [_verdict(free, usable) + f"; tight: {_margin(estimate)} should stay free" * is_tight]
+    lines = [_verdict(free, usable) + f"; tight: {margin_text(estimate)} should stay free" * is_tight]
     if (is_tight or free < 0) and (flags := remedies(estimate)):
         lines.append(f"to need less memory: {' or '.join(flags)} (docs/memory.md)")
     if estimate.largest.host:
@@ -167,7 +167,7 @@ def _verdict(free_bytes: float, memory: str) -> str:
     return f"fits: {format_bytes(free_bytes)} free of {memory}"
 
 
-def _margin(estimate: RunEstimate) -> str:
+def margin_text(estimate: RunEstimate) -> str:
     """Return the size of the margin and its parts as text."""
     fragmentation = FRAGMENTATION * estimate.hardware.accelerator.memory_gib * GIB
     parts = "a tenth of the memory for fragmentation"
@@ -200,7 +200,7 @@ def ranking(num_layouts: int, found: Sequence[tuple[Candidate, RunEstimate]], pr
         lines += ["", "tight: fits, but leaves less memory free than fragmentation and the compiler may need"]
         if estimate.is_tight:
             lines.append(
-                f"every simulated layout that fits is tight; of the best one, {_margin(estimate)} should stay free"
+                f"every simulated layout that fits is tight; of the best one, {margin_text(estimate)} should stay free"
             )
     chosen = (
         [best.toml(), "", "or: " + " ".join(best.flags())] if best.settings else ["the configured layout is the best"]

@@ -145,6 +145,20 @@ def resume_point(folder: Path, load_step: int | str, fingerprint: Mapping[str, A
     return saved
 
 
+def how_it_ended(config: Config, state: TrainState, stopped_early: str = "") -> str:
+    """Return how a run without a step left has ended and how to continue it, or "". The arguments are those of
+    `already_finished`."""
+    if not state.step or config.training.epochs is not None:
+        return ""
+    if state.step >= config.training.steps:
+        length = "epochs" if "training.epochs" in config.origins else "steps"
+        return f"already finished at step {state.step}; raise --training.{length} to continue"
+    if stopped_early:
+        advice = "raise --evaluation.early_stopping_patience, or set it to 0, to continue"
+        return f"already stopped early at step {state.step}: {stopped_early}; {advice}"
+    return ""
+
+
 def already_finished(config: Config, state: TrainState, stopped_early: str = "") -> bool:
     """Return whether the run has no step left. If so, log it, and write the export if it is missing.
 
@@ -153,16 +167,9 @@ def already_finished(config: Config, state: TrainState, stopped_early: str = "")
         state: Progress of the run.
         stopped_early: Why the run has ended before its last step, or "".
     """
-    if not state.step or config.training.epochs is not None:
+    if not (end := how_it_ended(config, state, stopped_early)):
         return False
-    if state.step >= config.training.steps:
-        length = "epochs" if "training.epochs" in config.origins else "steps"
-        console.info(f"{config.run.name} already finished at step {state.step}; raise --training.{length} to continue")
-    elif stopped_early:
-        advice = "raise --evaluation.early_stopping_patience, or set it to 0, to continue"
-        console.info(f"{config.run.name} already stopped early at step {state.step}: {stopped_early}; {advice}")
-    else:
-        return False
+    console.info(f"{config.run.name} {end}")
     if config.checkpoint.export_huggingface:
         export_run(config.run.folder, config.checkpoint.export_checkpoint, skip_existing=True)
     return True

@@ -50,10 +50,14 @@ def with_steps(config: Config, datasets: Datasets, saved: TrainState | None) -> 
     return replace(config, training=replace(training, steps=steps, epochs=None))
 
 
-def epochs_of(training: TrainingConfig, datasets: Datasets, state: TrainState) -> float:
-    """Return the number of epochs that the run has made when it ends."""
-    remaining = (training.steps - state.step) * training.global_batch_size
-    return (state.cursor + remaining) / len(datasets.training)
+def epochs_of(config: Config, datasets: Datasets, state: TrainState) -> tuple[float, dict[str, float]]:
+    """Return the number of epochs that the run has made when it ends: of all training data, and of each dataset that has
+    samples. state: progress of the run, whose earlier steps may have had another batch size."""
+    training, order = config.training, sample_order(config, datasets, state)
+    cursor = state.cursor + max(0, training.steps - state.step) * training.global_batch_size
+    counts = order.consumed(cursor).tolist()
+    each = zip(datasets.phases[0].names, counts, datasets.sizes, strict=True)
+    return cursor / len(datasets.training), {name: count / size for name, count, size in each if size}
 
 
 def target_share(samples: Samples) -> float:

@@ -8,6 +8,7 @@ order nor the content of a step depends on W, so the data state consists of the 
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -56,13 +57,32 @@ class SampleOrder:
                 index[selected] = permute(index[selected], self.sizes[d], *key)
         return (index + np.cumsum([0, *self.sizes])[dataset]).reshape(cursor.shape)
 
+    def consumed(self, cursor: int) -> np.ndarray:
+        """Return how many of the first `cursor` samples come from each dataset, shape (datasets,)."""
+        end = int(self.global_index(np.array([cursor]))[0])
+        counts = self._before(end)
+        for start, stop in self.skipped_samples:
+            if start < end:
+                counts = counts - (self._before(stop) - self._before(start))
+        return counts
+
+    def _before(self, index: int) -> np.ndarray:
+        """Return how many samples of each dataset come before a global index, shape (datasets,)."""
+        last = max(i for i, phase in enumerate(self.phases) if phase.start <= index)
+        return self._before_phases[last] + self.phases[last].consumed(index - self.phases[last].start)
+
+    @cached_property
+    def _before_phases(self) -> list[np.ndarray]:
+        """Number of samples of each dataset before each phase, shape (datasets,)."""
+        before = [np.zeros(len(self.sizes), np.int64)]
+        for phase, following in itertools.pairwise(self.phases):
+            before.append(before[-1] + phase.consumed(following.start - phase.start))
+        return before
+
     def _dataset_and_count(self, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the dataset at each global index, and the number of samples of this dataset before that index."""
         dataset, count = np.empty_like(index), np.empty_like(index)
-        before = np.zeros(len(self.sizes), np.int64)  # number of samples of each dataset before the phase
-        for i, phase in enumerate(self.phases):
-            if i:
-                before = before + self.phases[i - 1].consumed(phase.start - self.phases[i - 1].start)
+        for phase, before in zip(self.phases, self._before_phases, strict=True):
             selected = index >= phase.start  # the next phase overwrites the values from its start on
             periods, slot = np.divmod(index[selected] - phase.start, PERIOD)
             datasets, count_in_period = (table[slot] for table in phase.pattern)
