@@ -489,7 +489,7 @@ def test_prompts_contain_commas_spaces_and_line_breaks(tmp_path):
     file = tmp_path / "run.toml"
     file.write_text(to_toml(config))
     assert load_config(["--config", str(file)]) == config
-    assert load_config(["--samples.prompts", "one,two"]).samples.prompts == ("one", "two")
+    assert load_config(["--samples.prompts", "Hello, world"]).samples.prompts == ("Hello, world",)
     assert error_of(["--samples.prompts", "a\x1b"]).endswith(": must be printable text")
     assert error_of(["--samples.seed", "3"]) == "--samples.seed 3: has an effect only with [samples] prompts"
 

@@ -22,7 +22,7 @@ SETTINGS = {
     "evaluation.max_samples": "16",
     "evaluation.keep_best_on": "held_out",
     "evaluation.early_stopping_patience": "2",
-    "samples.prompts": "the ,of and,to be",  # more than the rows of one rank's microbatch
+    "samples.prompts": '["the ", "of and", "to be"]',  # more than the rows of one rank's microbatch
     "samples.interval_steps": "2",
     "samples.max_new_tokens": "5",
     "checkpoint.interval_steps": "3",

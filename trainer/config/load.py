@@ -48,7 +48,8 @@ def load_config(argv: Sequence[str], check_files: Collection[str] = FILE_SECTION
     )
     for setting, entry, parse, raw, origin in itertools.chain(_from_file(file), from_flags):
         try:
-            value = parse(raw, setting.type)
+            is_one_text = setting.constraint.multiline and parse is parse_text and not raw.startswith("[")
+            value = (raw,) if is_one_text else parse(raw, setting.type)  # a text may contain commas
         except ValueError:
             raise ConfigError("", f"{origin}: {type_error(setting.type, raw, VALUES.get(setting.key, {}))}") from None
         if problem := range_error(value, setting.constraint):
