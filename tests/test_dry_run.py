@@ -5,6 +5,7 @@ import io
 import os
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -21,6 +22,8 @@ from trainer import dry_run
 from trainer.config import ConfigError
 from trainer.config.load import load_config
 from trainer.data import trial
+from trainer.planning.estimate import Hardware, estimate, this_machine
+from trainer.planning.report import format_bytes, margin_text
 from trainer.run.resolve import resolve
 from trainer.system.files import try_lock
 
@@ -103,6 +106,9 @@ def test_a_dry_run_refuses_what_a_run_refuses_with_the_same_line(ranks, tiny, hf
         "no document": [*tiny, "--data.dataset", "jsonl", "--data.path", str(tmp_path / "junk.jsonl")],
         "unknown dataset": [*tiny, "--evaluation.interval_steps", "2", "--evaluation.keep_best_on", "wiki"],
         "vocabulary": [*tiny, "--model.overrides.vocab_size", "1000"],
+        "long prompt": [*tiny, "--samples.prompts", '["%s"]' % ("word " * 40)],
+        "profiled step": [*tiny, "--training.epochs", "0.001", "--profiling.first_step", "9000"],
+        "service": [*tiny, "--metrics.sinks", '["jsonl", "mlflow"]', "--metrics.mlflow_tracking_uri", "ftp://x"],
         "load_step": [*tiny, "--checkpoint.load_step", "3"],
     }
     out = ["--run.output_folder", str(tmp_path / "out")]
@@ -134,7 +140,11 @@ def large(tiny, folder):
     argv = [*tiny, *in_folder(folder / "run"), "--data.store_folder", str(folder / "stores")]
     limit = [(trial, "PREPARED_BYTES", 0)]
     junk = [*argv, "--data.dataset", "jsonl", "--data.path", str(folder / "junk.jsonl")]
-    outputs = [dry(argv, limit), dry(junk, limit)]
+    mixed = [*junk[:-1], str(folder / "*.jsonl")]
+    empty = [*junk[:-1], str(folder / "empty.jsonl")]
+    epochs = [*argv, "--training.epochs", "2"]
+    with mock.patch.object(trial, "locate", side_effect=AssertionError("the files are hashed")):
+        outputs = [dry(words, limit) for words in (argv, junk, mixed, empty, epochs)]
     assert not (folder / "stores").exists()
     train(combine([*argv, "--training.steps", "1"]))
     return [*outputs, dry(argv, limit)]
@@ -142,10 +152,18 @@ def large(tiny, folder):
 
 def test_of_a_large_dataset_the_first_documents_are_read(ranks, tiny, tmp_path):
     (tmp_path / "junk.jsonl").write_text("{}\n" * 200)
-    ((unprepared, junk, prepared),) = ranks(1).run(large, tiny, tmp_path)
+    (tmp_path / "empty.jsonl").write_text("\n")
+    (tmp_path / "a.jsonl").write_text("{}\n" * 3)
+    (tmp_path / "b.jsonl").write_text('{"text": "four words of text"}\n' * 7)
+    ((unprepared, junk, mixed, empty, epochs, prepared),) = ranks(1).run(large, tiny, tmp_path)
     assert (
-        "data          200 files, 0.00 GB, which the run prepares first; 1 of the first 1 documents are" in unprepared
+        "data          200 files, 0.00 GB, which the run prepares first; 100 of the first 100 documents are"
+        in unprepared
     )
+    assert "7 of the first 100 documents are readable and have " in mixed and "; refused: " in mixed
+    found = "this dataset contains no readable document; found 1 files without lines or elements of an array"
+    assert empty == f"--data.path {tmp_path}/empty.jsonl: {found}"
+    assert "steps         those of 2 epochs, " in epochs and "checkpoints   an unknown number of " in epochs
     assert "epochs" not in unprepared and "epochs        " in prepared
     line = "none of the first 100 documents is readable; the first: "
     assert junk == f"--data.path {tmp_path}/junk.jsonl: {line}{tmp_path}/junk.jsonl:1: the record has no field 'text'"
@@ -167,12 +185,27 @@ def test_a_dry_run_of_two_ranks_is_one_process_that_writes_nothing(tiny, tmp_pat
 def test_the_planned_memory_of_all_ranks_of_a_node_must_be_free(monkeypatch, capsys, ranks_per_node, fits):
     monkeypatch.setattr(dry_run, "memory_available", lambda: 1.5 * 2**30)
     largest, slowest = SimpleNamespace(peak=2**30), SimpleNamespace(total_s=2.0)
-    plan = SimpleNamespace(fits=True, largest=largest, slowest=slowest, tokens_per_second=100.0)
+    plan = SimpleNamespace(fits=True, is_tight=False, largest=largest, slowest=slowest, tokens_per_second=100.0)
     assert dry_run._report_plan(plan, ranks_per_node, torch.device("cpu"), 30, is_rate_known=True) is fits
     memory, time = capsys.readouterr().out.splitlines()
     assert memory == "memory        1.00 GiB at the peak of a rank (planned); 1.50 GiB of this node are free"
     assert time.startswith(
         "time          1m00s for 30 steps, 100 tokens/s (planned from typical rates of a CPU; small "
+    )
+
+
+@pytest.mark.parametrize(("times_peak", "is_tight"), [(2.0, False), (1.05, True)])
+def test_a_run_that_leaves_little_memory_free_is_tight(tiny, monkeypatch, capsys, times_peak, is_tight):
+    config = load_config([*tiny, "--training.steps", "2"])
+    peak = estimate(config, Hardware(1, this_machine(), False)).largest.peak / 2**30
+    accelerator = replace(this_machine(), memory_gib=peak * times_peak)
+    plan = estimate(config, Hardware(1, accelerator, False))
+    monkeypatch.setattr(dry_run, "memory_available", lambda: None)
+    assert dry_run._report_plan(plan, 1, torch.device("cpu"), 0, is_rate_known=False)
+    memory, _ = capsys.readouterr().out.splitlines()
+    margin = f"; tight: {margin_text(plan)} should stay free"
+    assert (
+        memory == f"memory        {format_bytes(plan.largest.peak)} at the peak of a rank (planned){margin * is_tight}"
     )
 
 
