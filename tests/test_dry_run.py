@@ -19,12 +19,13 @@ from tests.conftest import ROOT
 from tests.end_to_end.test_commands import SCRIPT, call
 from tests.training_runs import combine, error_line, in_folder, train
 from trainer import dry_run
-from trainer.config import ConfigError
+from trainer.config import Config, ConfigError, ModelConfig, SamplesConfig
 from trainer.config.load import load_config
 from trainer.data import trial
 from trainer.planning.estimate import Hardware, estimate, this_machine
 from trainer.planning.report import format_bytes, margin_text
 from trainer.run.resolve import resolve
+from trainer.run.run_folder import resume_point
 from trainer.system.files import try_lock
 
 
@@ -55,6 +56,13 @@ def dry(argv, patches=()):
     return out.getvalue()
 
 
+def point_after_two_evaluations(*words):
+    """The checkpoint to resume from, after two evaluations whose loss did not fall."""
+    point = resume_point(*words)
+    point.state.early_stopping = ["held_out/0/", 1.5, 2]
+    return point
+
+
 def around_a_run(tiny, folder):
     """Dry runs before, between and after the parts of a run; the last two with another seed, and while the folder is in use."""
     argv = [*tiny, *in_folder(folder), "--checkpoint.interval_steps", "2"]
@@ -65,13 +73,17 @@ def around_a_run(tiny, folder):
     outputs += [dry(argv), dry([*argv, "--checkpoint.load_step", "2"])]
     train(combine(argv))
     after = content(folder.parent)
-    outputs += [dry(argv), dry([*argv, "--run.seed", "5"])]
+    outputs += [dry(argv), dry([*argv, "--run.seed", "5"]), dry([*argv, "--training.epochs", "0.0001"])]
+    best = ["--evaluation.interval_steps", "2", "--evaluation.keep_best_on", "held_out"]
+    early = [*argv, "--training.steps", "9", *best, "--evaluation.early_stopping_patience", "2"]
+    outputs += [dry(early), dry(early, [(dry_run, "resume_point", point_after_two_evaluations)])]
     assert content(folder.parent) == after != before
     return outputs
 
 
 def test_a_dry_run_says_where_a_run_would_start(ranks, tiny, tmp_path):
-    ((new, resumed, rolled_back, finished, other),) = ranks(1).run(around_a_run, tiny, tmp_path / "run")
+    (outputs,) = ranks(1).run(around_a_run, tiny, tmp_path / "run")
+    new, resumed, rolled_back, finished, other, epochs, continued, stopped = outputs
     assert f"run folder    {tmp_path}/run: a new run\n" in new and "weights       random\n" in new
     assert "steps         1 to 4, each of 8 samples of 32 tokens, in 4 microbatches on each rank\n" in new
     assert "checkpoints   2 of " in new and new.endswith("dry run complete: nothing was written\n")
@@ -80,6 +92,11 @@ def test_a_dry_run_says_where_a_run_would_start(ranks, tiny, tmp_path):
     assert " if steps take as long as those of the run so far\n" in resumed and " so far\n" not in new
     assert "resumes from step 2, after newer checkpoints are moved to a folder discarded-N\n" in rolled_back
     assert "already finished at step 4; raise --training.steps to continue\n" in finished and "steps  " not in finished
+    assert "already finished at step 4; raise --training.epochs to continue\n" in epochs and "resumes" not in epochs
+    assert "early stop    after 2 evaluations in a row in which the loss on held_out no longer falls\n" in continued
+    assert "resumes from step 4\n" in continued and "early stop    none\nsamples       none\n" in new
+    reason = "already stopped early at step 4: the loss on held_out has not fallen below 1.5000 in 2 evaluations; "
+    assert reason in stopped and "resumes" not in stopped and stopped.endswith("nothing was written\n")
     assert other.startswith(f"cannot resume from {tmp_path}/run/checkpoints/step-00000004: run.seed was 0, is 5;")
 
 
@@ -227,3 +244,16 @@ def test_a_rank_of_torchrun_refuses_a_dry_run(monkeypatch, capsys):
         train_py.run_dry()
     line = "--dry-run: needs no ranks; start run_llama_train.sh, which knows their number from NGPU and NNODES\n"
     assert (exit.value.code, capsys.readouterr().err) == (2, line)
+
+
+@pytest.mark.parametrize(
+    ("revision", "but"), [("", ""), ("0" * 40, " but the download to the cache of huggingface_hub")]
+)
+def test_the_last_line_names_a_download(capsys, revision, but):
+    assert dry_run._end(Config(model=ModelConfig(revision=revision))) == 0
+    assert capsys.readouterr().out == f"dry run complete: nothing was written{but}\n"
+
+
+def test_the_samples_are_one_line():
+    config = SamplesConfig(prompts=("a", "b"), interval_steps=5)
+    assert dry_run._samples(config) == "of 2 prompts, up to 64 tokens each, after every 5 steps and the last step"
