@@ -5,6 +5,7 @@ import io
 import os
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -18,10 +19,13 @@ from tests.conftest import ROOT
 from tests.end_to_end.test_commands import SCRIPT, call
 from tests.training_runs import combine, error_line, in_folder, train
 from trainer import dry_run
-from trainer.config import ConfigError
+from trainer.config import Config, ConfigError, ModelConfig, SamplesConfig
 from trainer.config.load import load_config
 from trainer.data import trial
+from trainer.planning.estimate import Hardware, estimate, this_machine
+from trainer.planning.report import format_bytes, margin_text
 from trainer.run.resolve import resolve
+from trainer.run.run_folder import resume_point
 from trainer.system.files import try_lock
 
 
@@ -52,6 +56,13 @@ def dry(argv, patches=()):
     return out.getvalue()
 
 
+def point_after_two_evaluations(*words):
+    """The checkpoint to resume from, after two evaluations whose loss did not fall."""
+    point = resume_point(*words)
+    point.state.early_stopping = ["held_out/0/", 1.5, 2]
+    return point
+
+
 def around_a_run(tiny, folder):
     """Dry runs before, between and after the parts of a run; the last two with another seed, and while the folder is in use."""
     argv = [*tiny, *in_folder(folder), "--checkpoint.interval_steps", "2"]
@@ -62,13 +73,17 @@ def around_a_run(tiny, folder):
     outputs += [dry(argv), dry([*argv, "--checkpoint.load_step", "2"])]
     train(combine(argv))
     after = content(folder.parent)
-    outputs += [dry(argv), dry([*argv, "--run.seed", "5"])]
+    outputs += [dry(argv), dry([*argv, "--run.seed", "5"]), dry([*argv, "--training.epochs", "0.0001"])]
+    best = ["--evaluation.interval_steps", "2", "--evaluation.keep_best_on", "held_out"]
+    early = [*argv, "--training.steps", "9", *best, "--evaluation.early_stopping_patience", "2"]
+    outputs += [dry(early), dry(early, [(dry_run, "resume_point", point_after_two_evaluations)])]
     assert content(folder.parent) == after != before
     return outputs
 
 
 def test_a_dry_run_says_where_a_run_would_start(ranks, tiny, tmp_path):
-    ((new, resumed, rolled_back, finished, other),) = ranks(1).run(around_a_run, tiny, tmp_path / "run")
+    (outputs,) = ranks(1).run(around_a_run, tiny, tmp_path / "run")
+    new, resumed, rolled_back, finished, other, epochs, continued, stopped = outputs
     assert f"run folder    {tmp_path}/run: a new run\n" in new and "weights       random\n" in new
     assert "steps         1 to 4, each of 8 samples of 32 tokens, in 4 microbatches on each rank\n" in new
     assert "checkpoints   2 of " in new and new.endswith("dry run complete: nothing was written\n")
@@ -77,6 +92,11 @@ def test_a_dry_run_says_where_a_run_would_start(ranks, tiny, tmp_path):
     assert " if steps take as long as those of the run so far\n" in resumed and " so far\n" not in new
     assert "resumes from step 2, after newer checkpoints are moved to a folder discarded-N\n" in rolled_back
     assert "already finished at step 4; raise --training.steps to continue\n" in finished and "steps  " not in finished
+    assert "already finished at step 4; raise --training.epochs to continue\n" in epochs and "resumes" not in epochs
+    assert "early stop    after 2 evaluations in a row in which the loss on held_out no longer falls\n" in continued
+    assert "resumes from step 4\n" in continued and "early stop    none\nsamples       none\n" in new
+    reason = "already stopped early at step 4: the loss on held_out has not fallen below 1.5000 in 2 evaluations; "
+    assert reason in stopped and "resumes" not in stopped and stopped.endswith("nothing was written\n")
     assert other.startswith(f"cannot resume from {tmp_path}/run/checkpoints/step-00000004: run.seed was 0, is 5;")
 
 
@@ -103,6 +123,9 @@ def test_a_dry_run_refuses_what_a_run_refuses_with_the_same_line(ranks, tiny, hf
         "no document": [*tiny, "--data.dataset", "jsonl", "--data.path", str(tmp_path / "junk.jsonl")],
         "unknown dataset": [*tiny, "--evaluation.interval_steps", "2", "--evaluation.keep_best_on", "wiki"],
         "vocabulary": [*tiny, "--model.overrides.vocab_size", "1000"],
+        "long prompt": [*tiny, "--samples.prompts", '["%s"]' % ("word " * 40)],
+        "profiled step": [*tiny, "--training.epochs", "0.001", "--profiling.first_step", "9000"],
+        "service": [*tiny, "--metrics.sinks", '["jsonl", "mlflow"]', "--metrics.mlflow_tracking_uri", "ftp://x"],
         "load_step": [*tiny, "--checkpoint.load_step", "3"],
     }
     out = ["--run.output_folder", str(tmp_path / "out")]
@@ -134,7 +157,11 @@ def large(tiny, folder):
     argv = [*tiny, *in_folder(folder / "run"), "--data.store_folder", str(folder / "stores")]
     limit = [(trial, "PREPARED_BYTES", 0)]
     junk = [*argv, "--data.dataset", "jsonl", "--data.path", str(folder / "junk.jsonl")]
-    outputs = [dry(argv, limit), dry(junk, limit)]
+    mixed = [*junk[:-1], str(folder / "*.jsonl")]
+    empty = [*junk[:-1], str(folder / "empty.jsonl")]
+    epochs = [*argv, "--training.epochs", "2"]
+    with mock.patch.object(trial, "locate", side_effect=AssertionError("the files are hashed")):
+        outputs = [dry(words, limit) for words in (argv, junk, mixed, empty, epochs)]
     assert not (folder / "stores").exists()
     train(combine([*argv, "--training.steps", "1"]))
     return [*outputs, dry(argv, limit)]
@@ -142,10 +169,18 @@ def large(tiny, folder):
 
 def test_of_a_large_dataset_the_first_documents_are_read(ranks, tiny, tmp_path):
     (tmp_path / "junk.jsonl").write_text("{}\n" * 200)
-    ((unprepared, junk, prepared),) = ranks(1).run(large, tiny, tmp_path)
+    (tmp_path / "empty.jsonl").write_text("\n")
+    (tmp_path / "a.jsonl").write_text("{}\n" * 3)
+    (tmp_path / "b.jsonl").write_text('{"text": "four words of text"}\n' * 7)
+    ((unprepared, junk, mixed, empty, epochs, prepared),) = ranks(1).run(large, tiny, tmp_path)
     assert (
-        "data          200 files, 0.00 GB, which the run prepares first; 1 of the first 1 documents are" in unprepared
+        "data          200 files, 0.00 GB, which the run prepares first; 100 of the first 100 documents are"
+        in unprepared
     )
+    assert "7 of the first 100 documents are readable and have " in mixed and "; refused: " in mixed
+    found = "this dataset contains no readable document; found 1 files without lines or elements of an array"
+    assert empty == f"--data.path {tmp_path}/empty.jsonl: {found}"
+    assert "steps         those of 2 epochs, " in epochs and "checkpoints   an unknown number of " in epochs
     assert "epochs" not in unprepared and "epochs        " in prepared
     line = "none of the first 100 documents is readable; the first: "
     assert junk == f"--data.path {tmp_path}/junk.jsonl: {line}{tmp_path}/junk.jsonl:1: the record has no field 'text'"
@@ -167,12 +202,27 @@ def test_a_dry_run_of_two_ranks_is_one_process_that_writes_nothing(tiny, tmp_pat
 def test_the_planned_memory_of_all_ranks_of_a_node_must_be_free(monkeypatch, capsys, ranks_per_node, fits):
     monkeypatch.setattr(dry_run, "memory_available", lambda: 1.5 * 2**30)
     largest, slowest = SimpleNamespace(peak=2**30), SimpleNamespace(total_s=2.0)
-    plan = SimpleNamespace(fits=True, largest=largest, slowest=slowest, tokens_per_second=100.0)
+    plan = SimpleNamespace(fits=True, is_tight=False, largest=largest, slowest=slowest, tokens_per_second=100.0)
     assert dry_run._report_plan(plan, ranks_per_node, torch.device("cpu"), 30, is_rate_known=True) is fits
     memory, time = capsys.readouterr().out.splitlines()
     assert memory == "memory        1.00 GiB at the peak of a rank (planned); 1.50 GiB of this node are free"
     assert time.startswith(
         "time          1m00s for 30 steps, 100 tokens/s (planned from typical rates of a CPU; small "
+    )
+
+
+@pytest.mark.parametrize(("times_peak", "is_tight"), [(2.0, False), (1.05, True)])
+def test_a_run_that_leaves_little_memory_free_is_tight(tiny, monkeypatch, capsys, times_peak, is_tight):
+    config = load_config([*tiny, "--training.steps", "2"])
+    peak = estimate(config, Hardware(1, this_machine(), False)).largest.peak / 2**30
+    accelerator = replace(this_machine(), memory_gib=peak * times_peak)
+    plan = estimate(config, Hardware(1, accelerator, False))
+    monkeypatch.setattr(dry_run, "memory_available", lambda: None)
+    assert dry_run._report_plan(plan, 1, torch.device("cpu"), 0, is_rate_known=False)
+    memory, _ = capsys.readouterr().out.splitlines()
+    margin = f"; tight: {margin_text(plan)} should stay free"
+    assert (
+        memory == f"memory        {format_bytes(plan.largest.peak)} at the peak of a rank (planned){margin * is_tight}"
     )
 
 
@@ -194,3 +244,16 @@ def test_a_rank_of_torchrun_refuses_a_dry_run(monkeypatch, capsys):
         train_py.run_dry()
     line = "--dry-run: needs no ranks; start run_llama_train.sh, which knows their number from NGPU and NNODES\n"
     assert (exit.value.code, capsys.readouterr().err) == (2, line)
+
+
+@pytest.mark.parametrize(
+    ("revision", "but"), [("", ""), ("0" * 40, " but the download to the cache of huggingface_hub")]
+)
+def test_the_last_line_names_a_download(capsys, revision, but):
+    assert dry_run._end(Config(model=ModelConfig(revision=revision))) == 0
+    assert capsys.readouterr().out == f"dry run complete: nothing was written{but}\n"
+
+
+def test_the_samples_are_one_line():
+    config = SamplesConfig(prompts=("a", "b"), interval_steps=5)
+    assert dry_run._samples(config) == "of 2 prompts, up to 64 tokens each, after every 5 steps and the last step"

@@ -295,7 +295,9 @@ def _report_plan(plan: RunEstimate, ranks_per_node: int, device: torch.device, s
     fits = plan.fits and (free is None or needed <= free)
     where = f"{format_bytes(peak)} at the peak of a rank (planned)"
     where += "" if free is None else f"; {format_bytes(free)} of {place} are free"
-    _line("memory", where + f"; tight: {margin_text(plan)} should stay free" * (fits and plan.is_tight))
+    if fits and plan.is_tight:
+        where += f"; tight: {margin_text(plan)} should stay free"
+    _line("memory", where)
     if is_rate_known:
         step_s = plan.slowest.total_s
         rough = " from typical rates of a CPU; small models take longer" if device.type == "cpu" else ""

@@ -62,7 +62,8 @@ class LargeDataset:
             results = list(islice(self._results(tokenizer), _FIRST_DOCUMENTS))
             bad = [result for result in results if isinstance(result, BadDocument)]
             if not results:
-                raise ConfigError("data.path", f"the {len(self.source.files)} files contain no document")
+                found = f"{len(self.source.files)} files without lines or elements of an array"
+                raise ConfigError("data.path", f"this dataset contains no readable document; found {found}")
             if len(bad) == len(results):
                 raise ConfigError(
                     "data.path", f"none of the first {len(results)} documents is readable; the first: {bad[0]}"

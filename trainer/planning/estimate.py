@@ -32,7 +32,7 @@ def this_machine() -> AcceleratorSpec:
         intra_node_bandwidth=2e9,
         inter_node_bandwidth=1e9,
         gpus_per_node=10**6,
-        source="typical values",
+        source="typical values of a CPU",
     )
 
 
