@@ -9,10 +9,12 @@ import pytest
 from tests.config.test_hub import NAME, hub  # noqa: F401 (a fixture)
 from tests.hub_server import git_sha1
 from trainer.config import ConfigError
+from trainer.config.command_line import Arguments
 from trainer.config.hub import COMMIT
 from trainer.config.load import DATA_SECTIONS, load_config
 from trainer.config.pretrained import provenance
 from trainer.config.render import to_toml
+from trainer.data.chat.template_files import read_template
 
 CHAT = ["--data.dataset", "chat"]
 TOKENIZER = ["--tokenizer.backend", "huggingface", "--tokenizer.path"]
@@ -74,6 +76,17 @@ def test_a_published_folder_gives_model_weights_tokenizer_and_template(published
     assert provenance(config) == f"--from {folder}: model, weights, tokenizer, chat template"
     assert config.origins["tokenizer.path"] == f"--from {folder} ([tokenizer] path)"
     assert config.explain(ConfigError("data.chat_template", "x")) == f"--from {folder} ([data] chat_template): x"
+
+
+def test_a_folder_with_the_name_of_a_shipped_template_gives_its_own(published, monkeypatch, tmp_path):
+    (tmp_path / "chatml").symlink_to(published)
+    monkeypatch.chdir(tmp_path)
+    template = load_config(["--from", "chatml", *CHAT]).data.chat_template
+    assert read_template(template)[0] == "x" and read_template("chatml")[0] != "x"
+
+
+def test_scripts_with_settings_accept_the_short_flag():
+    assert Arguments("A script.", settings=True).parse_known_args(["--from", "a"])[1] == ["--from", "a"]
 
 
 def test_a_run_folder_gives_its_newest_checkpoint_and_the_tokens_of_its_tokenizer(run):

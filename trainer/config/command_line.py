@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 from trainer.config.fields import did_you_mean, parse_text, range_error, settings, type_name
 from trainer.config.foreign import ARGUMENTS, normalized, replacement
 from trainer.config.load import FILE_SECTIONS, load_config
+from trainer.config.pretrained import SHORT_FLAGS
 from trainer.config.render import help_text, to_toml
 from trainer.config.schema import Config, ConfigError, Constraint
 from trainer.system.children import end_children
@@ -85,7 +86,7 @@ class Arguments(argparse.ArgumentParser):
         name = normalized(flag)
         is_setting = (
             "." in name
-            or name in ("config", "print_config")
+            or name in ("config", "print_config", *map(normalized, SHORT_FLAGS))
             or replacement(name, "{}")
             or any(s.name == name for s in settings().values())
         )

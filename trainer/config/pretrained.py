@@ -73,7 +73,8 @@ def with_pretrained(config: Config, sections: Collection[str], with_weights: boo
     if "tokenizer" in read:
         changes |= _tokenizer(config, folder)
     if "chat template" in read and template_file(folder):
-        changes["data.chat_template"] = str(folder)
+        # A folder may have the name of a shipped template.
+        changes["data.chat_template"] = os.path.join(os.curdir, folder) if folder.parent == Path() else str(folder)
     return _changed(config, changes, origin)
 
 
