@@ -104,8 +104,9 @@ def figures(result: RunEstimate) -> str:
     """Return the figures of a head: memory, tokens per second and duration of the steps."""
     memory = f"{result.largest.peak / GIB:.1f} of {result.hardware.accelerator.memory_gib:.1f} GiB"
     verdict = " (tight)" * result.is_tight if result.fits else " (does not fit)"
-    duration = unknown_length(result)
-    if result.run_s is not None:
+    if result.run_s is None:
+        duration = unknown_length(result)
+    else:
         duration = f"{result.config.training.steps:,} steps in {time_text(result.run_s)}"
     return f"{memory}{verdict}, {result.tokens_per_second:,.0f} tokens/s, {duration}"
 
