@@ -172,6 +172,7 @@ FOREIGN: Mapping[str, Foreign] = {
     "data_parallel_shard_degree": Foreign("T", "parallel.dp_shard"),
     "data_parallel_shard_dim": Foreign("t", "parallel.dp_shard"),
     "dp_shard_size": Foreign("a", "parallel.dp_shard"),
+    "dp_size": Foreign("", "parallel.dp_shard"),
     "data_parallel_replicate_degree": Foreign("T", "parallel.dp_replicate"),
     "data_parallel_replicate_dim": Foreign("t", "parallel.dp_replicate"),
     "dp_replicate_size": Foreign("a", "parallel.dp_replicate"),
@@ -194,6 +195,9 @@ FOREIGN: Mapping[str, Foreign] = {
     "num_gpus": Foreign("", "", _LAUNCH),
     "nproc_per_node": Foreign("", "", _LAUNCH),
     "ngpu": Foreign("", "", _LAUNCH),
+    "world_size": Foreign("", "", _LAUNCH),
+    "nnodes": Foreign("", "", "docs/multi_node.md shows how to start several nodes"),
+    "train_config": Foreign("", "", "the option is --config FILE"),
     "local_rank": Foreign("H", "", _LAUNCH),
     "device_type": Foreign("n", "run.device"),
     "use_cpu": Foreign("H", "run.device", "cpu"),
@@ -352,6 +356,7 @@ VALUES: Mapping[str, Mapping[str, str]] = {
         **dict.fromkeys(("bfloat16", "torch.bfloat16", "bf16-mixed"), "write bf16"),
         **dict.fromkeys(("float32", "torch.float32", "float", "32", "tf32"), "write fp32"),
         **dict.fromkeys(("float16", "fp16", "half", "torch.float16"), "bf16 has the range of fp32, unlike fp16"),
+        **dict.fromkeys(("float8", "fp8", "int8", "mxfp8"), "products of 8 bits are not supported"),
     },
     "optimizer.name": {
         **dict.fromkeys(
@@ -359,6 +364,7 @@ VALUES: Mapping[str, Mapping[str, str]] = {
             "write adamw, with [optimizer] state_dtype = 8bit",
         ),
         **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "fusedadam", "torch.optim.adamw"), "write adamw"),
+        **dict.fromkeys(("muon", "lion", "sgd", "adafactor", "adam", "sophia"), "no other optimizer is supported"),
     },
     "lr_schedule.name": {
         "wsd": "write warmup_stable_decay",
@@ -380,8 +386,8 @@ VALUES: Mapping[str, Mapping[str, str]] = {
         **dict.fromkeys(("bin", "memmap", "npy"), "write tokens"),
     },
     "activation_checkpoint.mode": {"true": "write full", "false": "write none", "op": "write selective"},
-    "run.device": {"mps": "write cpu"},
-    "preference.loss": {"sigmoid": "write dpo"},
+    "run.device": {"mps": "write cpu", **dict.fromkeys(("cuda", "cuda:0", "nvidia", "rocm", "gpu:0"), "write gpu")},
+    "preference.loss": {"sigmoid": "write dpo", "kto": "not supported, because it needs no pairs"},
     "checkpoint.async_mode": {"async": "write thread", "disabled": "write off"},
 }
 """Setting -> a value of other projects, in small letters -> what to write here."""

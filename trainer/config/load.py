@@ -212,7 +212,7 @@ def _find(flag: str) -> tuple[Setting, str]:
     if removed := REMOVED.get(flag[2:]):
         raise ConfigError("", f"{flag}: unknown setting; {removed}")
     candidates = [*(f"--{key}" for key in settings()), *SHORT_FLAGS, "--config", "--print-config", "--help"]
-    hint = replacement(flag, _AS_FLAG) or _elsewhere(flag.rpartition(".")[2].lstrip("-"), _AS_FLAG)
+    hint = replacement(flag, _AS_FLAG) or _elsewhere(flag.rpartition(".")[2].lstrip("-").replace("-", "_"), _AS_FLAG)
     hint = hint or did_you_mean(flag, candidates)
     raise ConfigError("", f"{flag}: unknown setting{hint}")
 
