@@ -77,7 +77,8 @@ def arguments() -> Arguments:
 if __name__ == "__main__":
     answer_early(arguments())  # before torch is imported
 
-from trainer.planning.estimate import Hardware, estimate, this_machine
+from trainer.config import Config
+from trainer.planning.estimate import Hardware, RunEstimate, estimate, this_machine
 from trainer.planning.report import as_json, as_text, canvas, draw, headline, ranking
 from trainer.planning.search import search
 
@@ -106,6 +107,18 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     return args, settings
 
 
+def print_search(config: Config, hardware: Hardware, args: argparse.Namespace) -> RunEstimate:
+    """Search, and print the table of the layouts, also if the search is interrupted. Return the estimate of the best one."""
+    latest: tuple = ()
+    try:
+        for result in search(config, hardware, args.max_candidates or 24):
+            latest = result
+    finally:
+        if latest:
+            print(ranking(*latest, args.price_per_gpu_hour))
+    return latest[1][0][1]
+
+
 def main() -> None:
     args, settings = parse(sys.argv[1:])
     config = config_from_command_line(settings, check_files=())
@@ -117,9 +130,7 @@ def main() -> None:
     with one_line_errors(config):
         figure = canvas(args.plot, "--plot") if args.plot else None
         if args.search:
-            num_layouts, found = search(config, hardware, args.max_candidates or 24)
-            print(ranking(num_layouts, found, args.price_per_gpu_hour))
-            sys.exit(0 if found[0][1].fits else 1)
+            sys.exit(0 if print_search(config, hardware, args).fits else 1)
         result = estimate(config, hardware)
     if figure is not None:
         draw(figure, args.plot, result.largest, headline(result, args.device), accelerator.memory_gib)

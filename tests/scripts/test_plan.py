@@ -3,11 +3,13 @@
 import json
 import re
 import sys
+from argparse import Namespace
 
 import pytest
 import tomli
 
 from models import MODELS
+from scripts import plan as script
 from tests.commands import run_script
 from trainer.checkpoint.huggingface import read_architecture
 from trainer.config import ConfigError
@@ -169,6 +171,18 @@ def test_a_search_ranks_layouts_and_prints_the_settings_of_the_best():
     best = plan(*run[:-4], *best_flags)  # which include the last two settings
     assert best.returncode == 0 and f"{-found[0][1]:,.0f} tokens per second" in best.stdout
     assert "; tight: " not in best.stdout
+
+
+def test_an_interrupted_search_prints_what_it_has_found(monkeypatch, capsys):
+    def interrupted(*_):
+        yield 5, ["one layout"]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(script, "search", interrupted)
+    monkeypatch.setattr(script, "ranking", lambda count, found, price: f"{len(found)} of {count} layouts")
+    with pytest.raises(KeyboardInterrupt):
+        script.print_search(None, None, Namespace(max_candidates=None, price_per_gpu_hour=None))
+    assert capsys.readouterr().out == "1 of 5 layouts\n"
 
 
 def flags(settings):

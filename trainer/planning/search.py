@@ -1,7 +1,7 @@
 """Search for the fastest parallel layouts that fit and leave a margin of memory."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
@@ -176,10 +176,12 @@ def ranked(found: Sequence[Candidate], hardware: Hardware) -> list[tuple[float, 
     return sorted(likely, key=lambda entry: (entry[1], -entry[0]))
 
 
-def search(config: Config, hardware: Hardware, max_candidates: int) -> tuple[int, list[tuple[Candidate, RunEstimate]]]:
-    """Return the number of legal layouts and the simulated candidates with their estimates. The configured layout and the layouts
-    that are probably the best are simulated. Layouts that leave the margin come first, then those that only fit. Faster
-    layouts come before slower ones."""
+def search(
+    config: Config, hardware: Hardware, max_candidates: int
+) -> Iterator[tuple[int, list[tuple[Candidate, RunEstimate]]]]:
+    """Yield the number of legal layouts and the candidates that are simulated so far, with their estimates. The configured layout
+    and the layouts that are probably the best are simulated. Layouts that leave the margin come first, then those that only fit.
+    Faster layouts come before slower ones."""
     found = candidates(config, hardware)
     if not found:
         resolve(without_compiler(config), hardware.world_size)  # raises the reason
@@ -202,4 +204,4 @@ def search(config: Config, hardware: Hardware, max_candidates: int) -> tuple[int
         best = max((e.tokens_per_second for _, e in results if e.fits and not e.is_tight), default=0.0)
         # A tight layout is simulated only if it is clearly faster than the best one with a margin.
         likely = [entry for entry in likely if entry[0] > (best / _HOPELESS if entry[1] else _HOPELESS * best)]
-    return len(found), sorted(results, key=lambda pair: pair[1].sort_key)
+        yield len(found), sorted(results, key=lambda pair: pair[1].sort_key)
