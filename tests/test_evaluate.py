@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from trainer.config import DataConfig, EvaluationConfig, TokenizerConfig
 from trainer.data.build import open_datasets
 from trainer.data.datasets import prepare_datasets
 from trainer.data.tokenizer.backends import load_tokenizer
+from trainer.system import console
 from trainer.system.checkpoint_folder import latest_per_step, step_of
 from trainer.testing.ranks import RankError
 
@@ -34,6 +36,17 @@ def two_datasets(tiny, tmp_path_factory):
 def run(ranks, argv, folder, *more, size=1):
     ranks(size).run(train, [*argv, "--run.output_folder", str(folder), "--run.name", "run", *more])
     return folder / "run"
+
+
+def train_logged(argv):
+    """Train, and return what the rank has logged."""
+    lines = []
+    with (
+        mock.patch.object(console, "info", side_effect=lines.append),
+        mock.patch.object(console, "warning", side_effect=lines.append),
+    ):
+        train(argv)
+    return lines
 
 
 def test_every_dataset_has_the_same_loss_on_any_number_of_ranks(ranks, two_datasets, tmp_path):
@@ -104,22 +117,23 @@ def one_text(tiny, tmp_path_factory):
     return ["--config", str(folder / "one.toml")]
 
 
-def test_one_text_file_trains_and_evaluates_equally_on_two_ranks_and_after_a_resume(ranks, one_text, tmp_path, capfd):
-    folder = run(ranks, one_text, tmp_path, "--checkpoint.interval_steps", "2")
-    output = capfd.readouterr()
+def test_one_text_file_trains_and_evaluates_equally_on_two_ranks_and_after_a_resume(ranks, one_text, tmp_path):
+    folder, more = tmp_path / "run", ["--checkpoint.interval_steps", "2"]
+    argv = [*one_text, "--run.output_folder", str(tmp_path), "--run.name", "run", *more]
+    log = "\n".join(ranks(1).run(train_logged, argv)[0])
     one = records(folder, "eval")
     shutil.rmtree(folder / "checkpoints" / "step-00000004")
     two = records(run(ranks, one_text, tmp_path, "--checkpoint.interval_steps", "2", size=2), "eval")
     assert [record["step"] for record in one] == [record["step"] for record in two] == [2, 4]
     assert one[1]["loss"] == pytest.approx(two[1]["loss"], rel=5e-6)
     assert one[0]["num_targets"] == 12
-    assert "so that the last 13 of 642 tokens are held out instead" in output.out
-    assert "over only 12 targets (" in output.out
+    assert "so that the last 13 of 642 tokens are held out instead" in log
+    assert "over only 12 targets (" in log
     assert (
-        "warning: held_out: its loss will be rough, because it has only 12 target tokens; increase [data] held_out_fraction, or "
+        "held_out: its loss will be rough, because it has only 12 target tokens; increase [data] held_out_fraction, or "
         "name other data in [evaluation] datasets (with held_out_fraction = 0, these alone are evaluated); without evaluation, "
         "set interval_steps = 0"
-    ) in output.err
+    ) in log
 
 
 def test_a_run_without_evaluation_is_not_resumed_with_evaluation_of_what_it_was_trained_on(ranks, one_text, tmp_path):

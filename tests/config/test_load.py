@@ -384,8 +384,8 @@ ONLY_WITH = {
     "checkpoint.export_checkpoint": "[checkpoint] export_huggingface",
     "checkpoint.load_step": "[checkpoint] enabled",
     "resilience.on_max_skips": "[checkpoint] enabled",
-    "evaluation.keep_best_on": "[checkpoint] enabled and [evaluation] interval_steps",
-    "evaluation.early_stopping_patience": "[evaluation] keep_best_on",
+    "evaluation.keep_best_on": "[checkpoint] enabled",
+    "evaluation.early_stopping_patience": "[evaluation] keep_best_on and [evaluation] interval_steps",
     "evaluation.early_stopping_min_delta": "[evaluation] early_stopping_patience",
     **{
         f"samples.{name}": "[samples] prompts"

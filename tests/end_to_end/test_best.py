@@ -118,7 +118,7 @@ def test_a_run_goes_back_to_its_best_checkpoint_once(ranks, tiny, trained, best,
 
 
 def test_the_best_checkpoint_needs_a_run_that_tracks_it(ranks, tiny, tmp_path):
-    message = "best needs [evaluation] keep_best_on, which chooses the best checkpoint"
+    message = "best needs [evaluation] keep_best_on and interval_steps, which choose the best checkpoint"
     argv = [*tiny, *in_folder(tmp_path / "run")]
     assert error_line([*argv, "--checkpoint.load_step", "best"]) == f"--checkpoint.load_step best: {message}"
     export = ["--checkpoint.export_huggingface", "true", "--checkpoint.export_checkpoint", "best"]

@@ -62,6 +62,7 @@ def test_one_process_trains_from_any_working_folder(complete_runs):
         "checkpoints",
         "config.toml",
         "environment.json",
+        "log.txt",
         "metrics.jsonl",
         "sinks",
         "tb",
@@ -93,14 +94,16 @@ def test_one_and_two_processes_train_to_the_same_losses(complete_runs):
 def test_an_error_that_only_the_ranks_can_find_is_printed_once(complete_runs, tiny):
     cwd, first = complete_runs[2]
     assert first.returncode == 0
-    files = sorted((path, path.stat().st_size) for path in cwd.rglob("*") if path.name != ".lock")
+    files = sorted((path, path.stat().st_size) for path in cwd.rglob("*") if path.name not in (".lock", "log.txt"))
     done = call(SCRIPT, *tiny, "--training.steps", "8", "--run.seed", "5", cwd=cwd, NGPU="2")
     assert done.returncode == 2
     assert done.stderr == (
         "cannot resume from outputs/tiny/checkpoints/step-00000004: run.seed was 0, is 5; "
         "set another --run.name for a new run\n"
     )
-    assert sorted((path, path.stat().st_size) for path in cwd.rglob("*") if path.name != ".lock") == files
+    assert (
+        sorted((path, path.stat().st_size) for path in cwd.rglob("*") if path.name not in (".lock", "log.txt")) == files
+    )
 
 
 def test_gpus_are_counted_where_nvidia_smi_exists(tmp_path):

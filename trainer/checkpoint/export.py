@@ -136,7 +136,7 @@ def _best(checkpoints: Path) -> Path:
         raise ConfigError("checkpoint.export_checkpoint", error.message) from None
 
 
-def export_run(run_folder: Path, which: str, skip_existing: bool = False) -> None:
+def export_run(run_folder: Path, which: str = "last", skip_existing: bool = False) -> None:
     """Export a checkpoint of a finished run in bf16 to RUN_FOLDER/huggingface, on rank 0.
 
     Args:

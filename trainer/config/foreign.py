@@ -364,7 +364,7 @@ VALUES: Mapping[str, Mapping[str, str]] = {
             "write adamw, with [optimizer] state_dtype = 8bit",
         ),
         **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "fusedadam", "torch.optim.adamw"), "write adamw"),
-        **dict.fromkeys(("muon", "lion", "sgd", "adafactor", "adam", "sophia"), "no other optimizer is supported"),
+        **dict.fromkeys(("muon", "lion", "sgd", "adafactor", "sophia"), "no other optimizer is supported"),
     },
     "lr_schedule.name": {
         "wsd": "write warmup_stable_decay",

@@ -4,10 +4,11 @@ the broken rule, and a likely fix if one is found."""
 import itertools
 import os
 import re
+import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import tomli
 
@@ -15,7 +16,7 @@ from trainer.config.fields import Setting, coerce, did_you_mean, nearest, parse_
 from trainer.config.foreign import SECTIONS, VALUES, replacement
 from trainer.config.packages import is_installed
 from trainer.config.pretrained import SHORT_FLAGS, with_pretrained
-from trainer.config.schema import DOCUMENT_COLUMNS, MESSAGE_COLUMNS, Config, ConfigError, toml_value
+from trainer.config.schema import DOCUMENT_COLUMNS, MESSAGE_COLUMNS, Config, ConfigError, ModelFamily, toml_value
 from trainer.system.files import folder_error
 from trainer.system.paths import exists, is_dataset_name, path_error, split_best
 
@@ -229,16 +230,8 @@ def check_combinations(config: Config) -> None:
 
 def _rules(config: Config) -> Iterator[tuple[str, object, str]]:
     """Yield (setting, whether its value breaks the rule, message) for every rule."""
-    name, data, training = config.run.name, config.data, config.training
-    for key, path in _paths(config):
-        yield key, path_error(path), path_error(path)
-    yield "run.name", name.strip() in ("", ".", "..") or {"/", "\\"} & set(name), "must be a single folder name"
-    yield "run.output_folder", not config.run.output_folder.strip(), "must not be empty"
-    yield "run.name", len(os.fsencode(name)) > 255, "exceeds 255 bytes, the limit for a folder name"
-    if data.path and data.dataset == "python_stdlib" and not data.datasets:
-        ending = data.path.lower().removesuffix(".gz").removesuffix(".zst").rpartition(".")[2]
-        readers = _READERS_BY_ENDING.get(ending, "text, jsonl, parquet, csv, huggingface, tokens, chat or preference")
-        yield "data.path", True, f"needs the type of the dataset: set [data] dataset to {readers}"
+    data, training = config.data, config.training
+    yield from _name_rules(config)
     yield from _preference_rules(config)
     for setting in settings().values():
         if config.value(setting.key) != setting.default:
@@ -268,7 +261,7 @@ def _rules(config: Config) -> Iterator[tuple[str, object, str]]:
     yield "checkpoint.init_from", config.lora.rank and not config.checkpoint.init_from, "is required with [lora] rank"
     message = "cannot be combined with [lora] rank, which keeps the base model unchanged"
     yield "checkpoint.init_exclude", config.lora.rank and config.checkpoint.init_exclude, message
-    message = "best needs [evaluation] keep_best_on, which chooses the best checkpoint"
+    message = "best needs [evaluation] keep_best_on and interval_steps, which choose the best checkpoint"
     yield "checkpoint.export_checkpoint", _wants_best(config.checkpoint.export_checkpoint, config), message
     yield "checkpoint.load_step", _wants_best(config.checkpoint.load_step, config), message
     rolls_back = config.resilience.on_loss_spike == "rollback" and not config.checkpoint.enabled
@@ -284,6 +277,27 @@ def _rules(config: Config) -> Iterator[tuple[str, object, str]]:
     )
     yield "resilience.hang_timeout_s", config.resilience.hang_timeout_s >= limit, message
     yield from _optimizer_rules(config)
+
+
+def _families() -> Collection[str]:
+    """Return the names of the model families, with those that the program itself has added to MODELS."""
+    models = sys.modules.get("models")  # not imported here, because it imports torch
+    return get_args(ModelFamily) if models is None else models.MODELS
+
+
+def _name_rules(config: Config) -> Iterator[tuple[str, object, str]]:
+    name, data, families = config.run.name, config.data, _families()
+    for key, path in _paths(config):
+        yield key, path_error(path), path_error(path)
+    yield "run.name", name.strip() in ("", ".", "..") or {"/", "\\"} & set(name), "must be a single folder name"
+    yield "run.output_folder", not config.run.output_folder.strip(), "must not be empty"
+    yield "run.name", len(os.fsencode(name)) > 255, "exceeds 255 bytes, the limit for a folder name"
+    if data.path and data.dataset == "python_stdlib" and not data.datasets:
+        ending = data.path.lower().removesuffix(".gz").removesuffix(".zst").rpartition(".")[2]
+        readers = _READERS_BY_ENDING.get(ending, "text, jsonl, parquet, csv, huggingface, tokens, chat or preference")
+        yield "data.path", True, f"needs the type of the dataset: set [data] dataset to {readers}"
+    message = f"expected one of {', '.join(families)}{did_you_mean(config.model.name, families)}"
+    yield "model.name", config.model.name not in families, message
 
 
 def _optimizer_rules(config: Config) -> Iterator[tuple[str, object, str]]:
@@ -316,7 +330,8 @@ def _optimizer_rules(config: Config) -> Iterator[tuple[str, object, str]]:
 
 def _wants_best(value: int | str, config: Config) -> bool:
     """Return whether a setting chooses the best checkpoint of a run that tracks none."""
-    return value == "best" and not config.evaluation.keep_best_on
+    evaluation = config.evaluation
+    return value == "best" and not (evaluation.keep_best_on and evaluation.interval_steps)
 
 
 def _preference_rules(config: Config) -> Iterator[tuple[str, object, str]]:

@@ -120,8 +120,8 @@ class ModelConfig:
     huggingface: Annotated[str, PER_NODE] = ""
     """Path of a folder in Hugging Face's format, of its config.json, or of a checkpoint, which gives the family and the
     dimensions of the model instead of `name` and `size`. It loads no weights; `pretrained` does."""
-    name: Annotated[ModelFamily, FIXED, NAMED_MODEL] = "llama3"
-    """Name of the model family."""
+    name: Annotated[str, FIXED, NAMED_MODEL] = "llama3"
+    """Name of the model family, such as qwen3 (docs/models.md)."""
     size: Annotated[str, FIXED, NAMED_MODEL] = "debug"
     """Name of one of the family's model sizes."""
     overrides: Annotated[Mapping[str, int | float | bool | str | tuple[int | float | bool | str, ...]], FIXED] = field(
@@ -484,11 +484,19 @@ class EvaluationConfig:
     """Maximum number of samples per dataset in one evaluation; 0: all samples."""
     datasets: Annotated[Mapping[str, str], PER_NODE] = field(default_factory=dict)
     """Datasets used for evaluation only, in addition to held-out documents: datasets = { wiki = "jsonl:/data/wiki.jsonl" }."""
-    keep_best_on: Annotated[str, Constraint(only_with="[checkpoint] enabled and [evaluation] interval_steps")] = ""
+    keep_best_on: Annotated[
+        str, Constraint(only_with="[checkpoint] enabled", used_with="[evaluation] interval_steps")
+    ] = ""
     """Name of an evaluation dataset. The checkpoint with the lowest loss on this dataset is always kept. It is the run's best
     checkpoint, which commands and settings find as RUN_FOLDER@best."""
     early_stopping_patience: Annotated[
-        int, Constraint(min=0, max=10**6, unit="evaluations", only_with="[evaluation] keep_best_on")
+        int,
+        Constraint(
+            min=0,
+            max=10**6,
+            unit="evaluations",
+            only_with="[evaluation] keep_best_on and [evaluation] interval_steps",
+        ),
     ] = 0
     """Number of evaluations in a row in which the loss on keep_best_on does not fall, after which the run ends, with a checkpoint
     and as after its last step. 0: never."""
