@@ -5,6 +5,7 @@ import io
 import os
 import shutil
 import sys
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -187,15 +188,19 @@ def test_of_a_large_dataset_the_first_documents_are_read(ranks, tiny, tmp_path):
 
 
 def test_a_dry_run_of_two_ranks_is_one_process_that_writes_nothing(tiny, tmp_path):
-    (tmp_path / "tmp").mkdir()
     stores = Path(tiny[1]).parent
     before = content(stores)
     layout = ["--parallel.tp", "2", "--dry-run"]
-    done = call(SCRIPT, *tiny, *layout, cwd=tmp_path, NGPU="2", TMPDIR=str(tmp_path / "tmp"))
-    assert (done.returncode, done.stderr) == (0, "")
+    with tempfile.TemporaryDirectory(
+        prefix="dry-"
+    ) as temporary:  # short: the address of a socket has 108 bytes at most
+        done = call(SCRIPT, *tiny, *layout, cwd=tmp_path, NGPU="2", TMPDIR=temporary)
+        assert not list(Path(temporary).iterdir())
+    errors = [line for line in done.stderr.splitlines() if " simulating: " not in line]  # progress on a slow machine
+    assert (done.returncode, errors) == (0, [])
     assert "ranks         2 x CPU (tp 2)\n" in done.stdout and " at the peak of a rank (planned); " in done.stdout
     assert content(stores) == before
-    assert [path.name for path in tmp_path.rglob("*")] == ["tmp"]
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(("ranks_per_node", "fits"), [(1, True), (2, False)])

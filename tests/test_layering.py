@@ -48,7 +48,9 @@ MAY_IMPORT_INSIDE = {
     "trainer.run.sinks.tensorboard": "only the rank that writes imports it",
     "trainer.run.sinks.services": "optional packages, which only the rank that writes imports",
 }
-MAY_NAME_CUDA = {"trainer.runtime.device", "trainer.runtime.host_memory"}
+MAY_NAME_CUDA = {"trainer.runtime.device", "trainer.runtime.host_memory"} | {
+    "trainer.config.foreign",  # a word of other trainers
+}
 MAY_IMPORT_CONFIG = {"trainer.config", "trainer.run", "trainer.engine", "trainer.trainer", "trainer.initial_model"} | {
     "trainer.build", "trainer.dry_run", "trainer.planning", "trainer.testing", "train", "scripts",
 }  # fmt: skip
