@@ -12,8 +12,8 @@ from torch.torch_version import TorchVersion
 from models import MODELS
 from tests.conftest import ROOT
 from trainer.config import ConfigError
-from trainer.config.fields import settings
 from trainer.config.load import load_config
+from trainer.config.schema import ModelFamily
 from trainer.data.tokenizer.backends import load_tokenizer
 from trainer.parallel import validate
 from trainer.parallel.pipeline import SCHEDULES
@@ -250,4 +250,4 @@ def test_compilation_is_on_by_default_where_it_is_possible(monkeypatch, tmp_path
 
 
 def test_the_families_of_the_settings_are_those_of_the_models():
-    assert typing.get_args(settings()["model.name"].type) == tuple(MODELS)
+    assert typing.get_args(ModelFamily) == tuple(MODELS)
