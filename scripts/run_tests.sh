@@ -10,5 +10,5 @@ cd "$ROOT"
 "$PYTHON" -m ruff format --check .
 # One OpenMP thread per process that sleeps while it waits: tests start more processes than there are cores.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-PASSIVE}"
-# Two workers: tests spend much of their time waiting for ranks and runs.
-exec "$PYTHON" -m pytest -n 2 --dist worksteal "$@"
+# Three workers on two cores: tests spend much of their time waiting for ranks and runs.
+exec "$PYTHON" -m pytest -n 3 --dist worksteal "$@"
