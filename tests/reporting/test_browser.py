@@ -31,12 +31,17 @@ def chromium_path(own: str) -> str:
     return found
 
 
+_LONGEST_MS = 120_000
+"""Time limit of each wait. A page takes seconds on a machine whose cores run other tests."""
+
+
 @pytest.fixture(scope="module")
 def browser():
     with playwright.sync_playwright() as driver:
         # Containers rarely allow the sandbox, and the page is our own.
         path = chromium_path(driver.chromium.executable_path)
-        browser = driver.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        browser = driver.chromium.launch(executable_path=path, args=["--no-sandbox"], timeout=_LONGEST_MS)
+        playwright.expect.set_options(timeout=_LONGEST_MS)
         yield browser
         browser.close()
 
@@ -65,6 +70,7 @@ def page(browser, runs, tmp_path_factory):
     loaded = [read_run(folder, label) for folder, label in zip(runs, labels(runs), strict=True)]
     file.write_text(render(loaded, [None] * len(loaded)))
     page = browser.new_page(viewport={"width": 1000, "height": 900})
+    page.set_default_timeout(_LONGEST_MS)
     page.problems, page.requests = [], []
     page.on("console", lambda m: page.problems.append(m.text) if m.type in ("error", "warning") else None)
     page.on("pageerror", lambda error: page.problems.append(str(error)))
@@ -97,6 +103,12 @@ def recorded(runs, step: int) -> list[float | None]:
 
 def zoomed(page) -> tuple[int, int]:
     return tuple(int(page.locator(f"#zoom input[name={name}]").input_value()) for name in ("from", "to"))
+
+
+def expect_zoom(page, first, last):
+    """Wait until the page shows these steps, and fail if it does not."""
+    for name, step in (("from", first), ("to", last)):
+        playwright.expect(page.locator(f"#zoom input[name={name}]")).to_have_value(str(step))
 
 
 def test_no_error_and_no_request_but_the_page(page):
@@ -157,25 +169,26 @@ def test_the_keyboard_reads_all_values_and_says_them(page, runs, loss_plot):
 
 def test_a_drag_zooms_all_figures_and_a_double_click_shows_all(page, loss_plot):
     box = loss_plot.bounding_box()
-    assert zoomed(page) == (1, STEPS)
+    expect_zoom(page, 1, STEPS)
     page.mouse.move(box["x"] + 0.4 * box["width"], box["y"] + 90)
     page.mouse.down()
     page.mouse.move(box["x"] + 0.6 * box["width"], box["y"] + 92, steps=4)
     page.mouse.up()
+    playwright.expect(page.locator("#zoom input[name=from]")).not_to_have_value("1")
     first, last = zoomed(page)
     assert 20 < first < last < 90
     loss_plot.dblclick(position={"x": 200, "y": 80})
-    assert zoomed(page) == (1, STEPS)
+    expect_zoom(page, 1, STEPS)
 
 
 def test_the_form_zooms_to_steps(page, loss_plot):
     page.get_by_label("Steps from").fill("30")
     page.get_by_label("to", exact=True).fill("40")
     page.get_by_role("button", name="Zoom").click()
-    assert zoomed(page) == (30, 40)
+    expect_zoom(page, 30, 40)
     loss_plot.focus()
     page.keyboard.press("Escape")
-    assert zoomed(page) == (1, STEPS)
+    expect_zoom(page, 1, STEPS)
 
 
 def test_a_run_can_be_hidden(page, loss_plot):
