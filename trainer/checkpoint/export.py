@@ -28,7 +28,7 @@ from trainer.checkpoint.manifest import CorruptError
 from trainer.checkpoint.storage import TensorMetadata, TensorWrite, write_safetensors
 from trainer.checkpoint.tokenizer_files import exported_files
 from trainer.checkpoint.weights import WeightSource
-from trainer.config import ConfigError
+from trainer.config import ConfigError, errors_about
 from trainer.config.model_source import best_checkpoint
 from trainer.system import console
 from trainer.system.checkpoint_folder import latest_per_step
@@ -129,13 +129,6 @@ def is_export_of(folder: Path, checkpoint: Path) -> bool:
         return False
 
 
-def _best(checkpoints: Path) -> Path:
-    try:
-        return best_checkpoint(checkpoints)
-    except ConfigError as error:
-        raise ConfigError("checkpoint.export_checkpoint", error.message) from None
-
-
 def export_run(run_folder: Path, which: str = "last", skip_existing: bool = False) -> None:
     """Export a checkpoint of a finished run in bf16 to RUN_FOLDER/huggingface, on rank 0.
 
@@ -152,7 +145,8 @@ def export_run(run_folder: Path, which: str = "last", skip_existing: bool = Fals
     out = run_folder / "huggingface"
     try:
         checkpoints = run_folder / "checkpoints"
-        chosen = _best(checkpoints) if which == "best" else latest_per_step(checkpoints)[0]
+        with errors_about("checkpoint.export_checkpoint"):
+            chosen = best_checkpoint(checkpoints) if which == "best" else latest_per_step(checkpoints)[0]
         if skip_existing and is_export_of(out, chosen):
             return
         if is_adapter(chosen):

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from trainer.checkpoint import manifest
 from trainer.checkpoint.commit import first_problem
 from trainer.checkpoint.manifest import CorruptError
-from trainer.config import ConfigError
+from trainer.config import ConfigError, errors_about
 from trainer.config.model_source import best_checkpoint, list_checkpoints
 from trainer.config.render import differing_settings
 from trainer.runtime.distributed import run_on_rank_0
@@ -78,10 +78,8 @@ def find_resume_point(folder: Path, load_step: int | str = 0) -> ResumePoint | N
 
 
 def _best_step_to_load(folder: Path) -> int:
-    try:
+    with errors_about("checkpoint.load_step"):
         return step_of(best_checkpoint(folder))
-    except ConfigError as error:
-        raise ConfigError("checkpoint.load_step", error.message) from None
 
 
 def verify(checkpoint: Path, of_run: bool = False, alone: bool = False) -> str:

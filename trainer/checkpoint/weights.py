@@ -1,8 +1,7 @@
 """Loading of a new run's weights from a checkpoint or from a model in Hugging Face format."""
 
 import json
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import chain
@@ -19,7 +18,7 @@ from trainer.checkpoint.commit import Tensors, require_match
 from trainer.checkpoint.huggingface import HfModelFolder, ModelMetadata, model_index
 from trainer.checkpoint.manifest import CorruptError
 from trainer.checkpoint.storage import Read, TensorMetadata, read_regions, read_rows, read_slice
-from trainer.config import CheckpointConfig, ConfigError
+from trainer.config import CheckpointConfig, ConfigError, errors_about
 from trainer.config.fields import matching
 from trainer.config.model_source import not_a_model, resolve_checkpoint
 from trainer.runtime.distributed import all_gather_objects, run_on_rank_0
@@ -149,7 +148,7 @@ def init_weights_from(
     model's parameters; others, such as those of adapters, are not loaded. Raises ConfigError if the source is damaged or contains
     a different model."""
     included = names_loaded(config, names)
-    with _blame_init_from():
+    with errors_about("checkpoint.init_from"):
         weights = _open_initial(config, spec, sizes)
         wanted = {name: p for name, p in parameters.items() if name in included}
         weights.load_into(wanted, resize=config.resize_embeddings)
@@ -163,21 +162,13 @@ def check_initial_weights(
     """Check that checkpoint.init_from has the weights, like init_weights_from, without loading them. parameters: those of the
     complete model; only their shapes and dtypes are used."""
     included = names_loaded(config, names)
-    with _blame_init_from():
+    with errors_about("checkpoint.init_from"):
         weights = _open_initial(config, spec, sizes)
         wanted = {f"model/{name}": p for name, p in parameters.items() if name in included}
         if config.resize_embeddings:
             wanted = {name: p for name, p in wanted.items() if not weights.is_smaller(name, p)}
         require_match(weights.folder, weights.index, wanted, cast=True)
     return weights
-
-
-@contextmanager
-def _blame_init_from() -> Iterator[None]:
-    try:
-        yield
-    except ConfigError as error:
-        raise ConfigError("checkpoint.init_from", error.message) from None
 
 
 def _open_initial(config: CheckpointConfig, spec: ModelSpec, sizes: Any) -> WeightSource:

@@ -23,4 +23,5 @@ from trainer.config.schema import (
     SamplesConfig,
     TokenizerConfig,
     TrainingConfig,
+    errors_about,
 )

@@ -19,7 +19,7 @@ from trainer.config.model_source import (
     template_file,
     tokenizer_settings,
 )
-from trainer.config.schema import Config, ConfigError
+from trainer.config.schema import Config, ConfigError, errors_about
 from trainer.system.checkpoint_folder import is_checkpoint
 from trainer.system.paths import split_best
 
@@ -149,13 +149,11 @@ def _require_local(config: Config) -> None:
 
 def _folder_of(source: str) -> Path:
     """Return the checkpoint or the folder in Hugging Face's format to which a path leads. Raises ConfigError."""
-    try:
+    with errors_about(SETTING):
         folder = resolve_checkpoint(Path(source))
         if not is_model(folder):
             raise not_a_model(folder)
         adapter = read_model_file(folder).get("lora") if is_checkpoint(folder) else None
-    except ConfigError as error:
-        raise ConfigError(SETTING, error.message) from None
     if adapter:
         base = adapter.get("base") if isinstance(adapter, dict) else None
         message = f"contains only an adapter; write a complete model (scripts/convert_hf.py merge {source} FOLDER)"
@@ -185,10 +183,8 @@ def _recorded_commit(run_folder: Path, name: str) -> str:
 
 def _tokenizer(config: Config, folder: Path) -> dict[str, Any]:
     """Return the settings of the folder's tokenizer, with the tokens that the user adds. Raises ConfigError if there is none."""
-    try:
+    with errors_about(SETTING):
         found = tokenizer_settings(folder)
-    except ConfigError as error:
-        raise ConfigError(SETTING, error.message) from None
     if not found and "tokenizer.backend" in config.origins:
         return {}
     if not found:

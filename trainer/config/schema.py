@@ -4,7 +4,8 @@ These declarations are used by the TOML and command-line parsers, the checks of 
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -26,6 +27,15 @@ class ConfigError(Exception):
 
     def __reduce__(self) -> tuple:
         return ConfigError, (self.key, self.message)  # worker processes raise it too
+
+
+@contextmanager
+def errors_about(key: str) -> Iterator[None]:
+    """Context manager whose body raises a ConfigError about this setting instead of one about another, or about a path alone."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(key, error.message) from None
 
 
 @dataclass(frozen=True, kw_only=True)

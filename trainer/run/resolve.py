@@ -11,7 +11,7 @@ from models.spec import ModelSpec, ParallelPlan, SizeError, meta_model
 from trainer.adapters.select import TrainedParameters, require_trained_vocabulary, select_parameters
 from trainer.checkpoint.adapter import PeftNames, require_peft_support
 from trainer.checkpoint.huggingface import read_architecture
-from trainer.config import Config, ConfigError, ModelConfig, ProfilingConfig
+from trainer.config import Config, ConfigError, ModelConfig, ProfilingConfig, errors_about
 from trainer.config.fields import Setting, coerce, did_you_mean, parse_text, settings, type_name
 from trainer.config.pretrained import is_from_pretrained
 from trainer.optim import quantization
@@ -170,10 +170,8 @@ def resolve_model(config: ModelConfig) -> tuple[str, Any]:
     """Return the name of the model family and the dimensions of the model, with the overrides applied."""
     family, sizes = config.name, None
     if config.huggingface:
-        try:
+        with errors_about("model.huggingface"):
             family, sizes = read_architecture(Path(config.huggingface))
-        except ConfigError as error:
-            raise ConfigError("model.huggingface", error.message) from None
     elif family not in MODELS:
         raise ConfigError("model.name", f"expected one of {', '.join(MODELS)}{did_you_mean(family, MODELS)}")
     elif config.size not in MODELS[family].sizes:

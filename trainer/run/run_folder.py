@@ -24,7 +24,7 @@ from trainer.checkpoint.huggingface import (
     window_and_generation,
 )
 from trainer.checkpoint.resume import ResumePoint
-from trainer.config import Config, ConfigError
+from trainer.config import Config, ConfigError, errors_about
 from trainer.config.model_source import resolve_checkpoint
 from trainer.config.render import to_toml
 from trainer.data.build import Datasets
@@ -225,10 +225,8 @@ def _window_and_generation(config: Config, point: ResumePoint | None) -> tuple[i
         return window_and_generation(point.path)
     if not config.checkpoint.init_from:
         return 0, {}
-    try:
+    with errors_about("checkpoint.init_from"):
         return window_and_generation(resolve_checkpoint(Path(config.checkpoint.init_from)))
-    except ConfigError as error:
-        raise ConfigError("checkpoint.init_from", error.message) from None
 
 
 def versions() -> dict[str, str]:
