@@ -22,6 +22,7 @@ _COMMANDS = sorted(f"scripts/{path.name}" for path in (ROOT / "scripts").glob("*
 _MAY_FAIL = ("scripts/checkpoint.py", "scripts/compare_runs.py", "scripts/parity.py")
 """Commands that exit with code 1 if they find a difference or damage."""
 _ONLY_INVALID = {
+    "scripts/find_lr.py",
     "scripts/generate.py",  # ends its process, which is that of the tests
     "scripts/leak_probe.py",
     "scripts/parity.py",
@@ -84,9 +85,22 @@ def _words(draw: st.DrawFn, parser: argparse.ArgumentParser, wrong: int) -> list
     return words
 
 
+_RUN_OR_CHECKPOINT = st.sampled_from(["run", "run/checkpoints/step-00000002"])
+_VALID_CALLS = st.one_of(
+    st.tuples(st.just("scripts/checkpoint.py"), st.sampled_from(["list", "verify", "inspect"]), _RUN_OR_CHECKPOINT),
+    st.tuples(st.just("scripts/compare_runs.py"), st.just("run"), st.just("run")),
+    st.tuples(st.just("scripts/inspect_samples.py"), st.just("run"), st.sampled_from(["1", "2"])),
+    st.tuples(st.just("scripts/convert_hf.py"), st.just("to-hf"), _RUN_OR_CHECKPOINT, st.just("new")),
+    st.tuples(st.just("scripts/report.py"), st.just("run"), st.just("--no-plan")),
+)
+"""Calls that are accepted. Random arguments rarely are."""
+
+
 @st.composite
 def calls(draw: st.DrawFn) -> list[str]:
     """Draw a command and its arguments."""
+    if draw(sometimes(40)):
+        return list(draw(_VALID_CALLS))
     command = draw(st.sampled_from(_COMMANDS))
     wrong = draw(st.sampled_from([0, 15]))
     words = draw(_words(_parser(command), wrong))
