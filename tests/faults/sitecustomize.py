@@ -154,8 +154,10 @@ def inject_hang_of_data_worker(samples) -> None:
     loaded = [0]
 
     def hang_at_given_microbatch(self, index):
+        if multiprocessing.parent_process() is None:
+            return  # a rank reads the validation samples itself, before it forks the worker
         loaded[0] += 1
-        if multiprocessing.parent_process() and is_on_this_rank() and loaded[0] == FAULT["microbatch"]:
+        if is_on_this_rank() and loaded[0] == FAULT["microbatch"]:
             hang()
 
     before(samples.ConcatSamples, "__getitem__", hang_at_given_microbatch)
