@@ -40,6 +40,8 @@ class _Event:
 
 
 class _Stream:
+    stream_id = device_index = device_type = 0
+
     def __init__(self, *args: object, **kwargs: object):
         pass
 

@@ -97,7 +97,8 @@ def test_a_partly_simulated_pipeline_equals_the_complete_one(schedule):
     with ProcessPoolExecutor(2, multiprocessing.get_context("forkserver"), max_tasks_per_child=1) as pool:
         complete = list(pool.map(complete_pipeline, 2 * [[*MODEL, *flags]], (0, 1)))
     for a, b in zip(partial, complete, strict=True):
-        assert a.peak == pytest.approx(b.peak, rel=5e-3)
+        # Since torch 2.15, the plan is an upper bound.
+        assert b.peak * 0.995 <= a.peak <= b.peak * (1.025 if torch.__version__ >= (2, 15) else 1.005)
         assert a.flops == pytest.approx(b.flops)
         for key, calls in b.traffic.items():
             assert a.traffic[key].num_bytes == pytest.approx(calls.num_bytes, abs=100), key

@@ -65,7 +65,8 @@ def skip_shape_negotiation(schedule: Any) -> None:
         for stage in stages:
             stage._inference_mode = pipelining.InferenceMode.STATIC
 
-    schedule._warmup_p2p = set_static
+    # Its name until torch 2.14, and that of torch 2.15.
+    schedule._warmup_p2p = schedule._initialize_pipeline_distributed_state = set_static
 
 
 @contextmanager

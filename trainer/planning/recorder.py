@@ -51,6 +51,9 @@ class Allocation:
     category: str = ""
     """Category that was set explicitly. If it is empty, `final_category` derives a category from the use of the memory."""
     sent: bool = False
+    """Whether a collective has read or written the memory."""
+    between_stages: bool = False
+    """Whether stages of a pipeline have sent or received the memory."""
     host: bool = False
     """Whether the storage is in host memory. Host memory and device memory are counted separately."""
     died: int | None = None
@@ -246,6 +249,7 @@ class Recorder(TorchDispatchMode):
         for tensor in (*inputs, *outputs):
             if allocation := self._allocation(tensor):
                 allocation.sent = True
+                allocation.between_stages |= _COLLECTIVES.get(name) in ("send", "receive")
         if name in ("wait_tensor", "wrap_tensor_autograd"):  # neither sends anything
             return
         group = _group_of(args)

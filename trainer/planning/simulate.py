@@ -268,13 +268,15 @@ def _state_per_parameter(engine: Engine) -> float:
 
 def _result(rank: int, meshes: Meshes, engine: Engine, recorder: Recorder, ratio: float) -> Simulation:
     """Return the result of the simulation. ratio: number of microbatches in a step divided by the number of simulated ones. A
-    pipeline has receive buffers for each microbatch, so this ratio scales their memory."""
-    buffers = sum(a.num_bytes for a in recorder.allocations if a.born < 0 and a.final_category() == "communication")
-    extra = int((ratio - 1) * buffers)
+    pipeline has buffers for each microbatch, so this ratio scales their memory."""
     timeline = recorder.timeline(lambda allocation: not allocation.host)
+    event = int(timeline.sum(axis=0).argmax()) - 1
+    allocated_before = [a for a in recorder.allocations if a.born < 0 and a.final_category() == "communication"]
+    # Since torch 2.15, buffers are allocated when they are used. Most, not all of them grow with the number of microbatches.
+    buffers = allocated_before or [a for a in recorder.alive(event) if a.between_stages]
+    extra = int((ratio - 1) * sum(a.num_bytes for a in buffers))
     timeline[MEMORY_CATEGORIES.index("communication")] += extra
     total = timeline.sum(axis=0)
-    event = int(total.argmax()) - 1
     by_module: dict[str, Counter[str]] = defaultdict(Counter)
     for allocation in recorder.alive(event):
         by_module[allocation.module][allocation.final_category()] += allocation.num_bytes
