@@ -13,8 +13,8 @@ from torch import nn
 from trainer import initial_model
 from trainer.checkpoint.async_save import WRITERS
 from trainer.checkpoint.best import BestTracker
-from trainer.checkpoint.huggingface import GENERATION_CONFIG
 from trainer.checkpoint.manager import CheckpointManager, saved_tensors
+from trainer.checkpoint.model_metadata import GENERATION_CONFIG
 from trainer.checkpoint.resume import ResumePoint
 from trainer.config import Config, ConfigError
 from trainer.config.pretrained import provenance

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 
 from models.spec import meta_model
-from trainer.checkpoint.adapter import load_adapter
 from trainer.checkpoint.best import BestTracker
+from trainer.checkpoint.initial_adapter import load_adapter
 from trainer.checkpoint.resume import ResumePoint, require_compatible
 from trainer.checkpoint.weights import check_initial_weights
 from trainer.config import Config, ConfigError, EvaluationConfig, SamplesConfig

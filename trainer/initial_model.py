@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from models.spec import meta_model
-from trainer.checkpoint.adapter import load_adapter
+from trainer.checkpoint.initial_adapter import load_adapter
 from trainer.checkpoint.resume import ResumePoint, changed_settings, require_compatible
 from trainer.checkpoint.weights import WeightSource, init_weights_from, names_loaded
 from trainer.config import Config

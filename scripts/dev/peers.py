@@ -23,7 +23,7 @@ from models.llama import LlamaSizes
 from scripts.dev.contenders import CONTENDERS, Task, serve
 from trainer.config import ConfigError
 from trainer.config.packages import require_package
-from trainer.config.schema import DeviceChoice
+from trainer.config.schema.run import DeviceChoice
 from trainer.runtime.device import require_enough_gpus
 from trainer.system.children import children_ignore_signals
 from trainer.system.environment import environment
