@@ -40,7 +40,8 @@ def window_and_generation(folder: Path) -> tuple[int, dict[str, Any]]:
             ids, window = model.special_token_ids, model.context_window
         else:
             require_model_folder(folder)
-            ids, _, _, window = _read_config(folder / "config.json")
+            described = _read_config(folder / "config.json")
+            ids, window = described.config, described.seq_len
         if generation.get("eos_token_id") is None and ids.get("eos_token_id") is not None:
             generation["eos_token_id"] = ids["eos_token_id"]
         return window, generation
@@ -165,13 +166,21 @@ class HfModelFolder:
         model in this format, a model of another architecture, or tensors that are not those of the model."""
         require_model_folder(folder)
         with manifest.damage_as_config_error(folder):
-            config, own, sizes, seq_len = _read_config(folder / "config.json", spec)
-            if problem := quantization_problem(config) or weights_problem(folder):
+            model = _read_config(folder / "config.json", spec)
+            if problem := quantization_problem(model.config) or weights_problem(folder):
                 raise ConfigError("", f"{folder} {problem}")
             stored = _stored_tensors(folder)
             keys = _text_names(stored)
-            index = _parameter_index(folder, own, sizes, keys, stored)
-        return cls(folder=folder, config=config, spec=own, sizes=sizes, seq_len=seq_len, keys=keys, index=index)
+            index = _parameter_index(folder, model.spec, model.sizes, keys, stored)
+        return cls(
+            folder=folder,
+            config=model.config,
+            spec=model.spec,
+            sizes=model.sizes,
+            seq_len=model.seq_len,
+            keys=keys,
+            index=index,
+        )
 
     @cached_property
     def first_rows(self) -> Mapping[str, int]:
@@ -212,9 +221,21 @@ def read_object(file: Path) -> dict[str, Any]:
         raise ConfigError("", f"{file} is not a JSON object") from None
 
 
-def _read_config(file: Path, expected: ModelSpec | None = None) -> tuple[Mapping[str, Any], ModelSpec, Any, int]:
-    """Return the fields of a config.json that describe the text model, the first family with its type, the sizes and the context
-    window. expected: the only accepted family. Raises ConfigError."""
+@dataclass(frozen=True)
+class _DescribedModel:
+    """The text model that a config.json describes."""
+
+    config: Mapping[str, Any]
+    """The fields about this model."""
+    spec: ModelSpec
+    """The first family with the model's type."""
+    sizes: Any
+    seq_len: int
+    """Context window."""
+
+
+def _read_config(file: Path, expected: ModelSpec | None = None) -> _DescribedModel:
+    """Read a config.json. expected: the only accepted family. Raises ConfigError."""
     config = text_config(read_object(file))
     families = reversed(MODELS.values()) if expected is None else (expected,)
     types = {spec.huggingface.model_type: spec for spec in families}
@@ -224,8 +245,8 @@ def _read_config(file: Path, expected: ModelSpec | None = None) -> tuple[Mapping
             only = f"this model supports only {text_of(next(iter(types)))}"
             supported = only if expected else f"expected one of {', '.join(types)}"
             raise ValueError(f"model_type {text_of(model_type)}: {supported}")
-        hf = types[model_type].huggingface
-        return config, types[model_type], hf.sizes(config), hf.seq_len(config)
+        spec = types[model_type]
+        return _DescribedModel(config, spec, spec.huggingface.sizes(config), spec.huggingface.seq_len(config))
     except ValueError as error:
         raise ConfigError("", f"{file}: {error}") from None
 
@@ -250,8 +271,8 @@ def read_architecture(path: Path) -> tuple[str, Any]:
         require_model_folder(path)
     if problem := pointer_problem(file):
         raise ConfigError("", problem)
-    _, spec, sizes, _ = _read_config(file)
-    return family_of(spec, sizes), sizes
+    model = _read_config(file)
+    return family_of(model.spec, model.sizes), model.sizes
 
 
 def open_tensors(path: Path) -> Any:

@@ -13,6 +13,31 @@ from trainer.config.schema.data import DOCUMENT_COLUMNS, MESSAGE_COLUMNS
 from trainer.config.schema.model import ModelFamily
 from trainer.system.paths import path_error
 
+_PATHS = (
+    "run.output_folder",
+    "model.huggingface",
+    "model.pretrained",
+    "tokenizer.path",
+    "data.path",
+    "data.chat_template",
+    "data.store_folder",
+    "lora.init_from",
+    "checkpoint.init_from",
+)
+"""Settings whose value is a path, or may be one. Those of named datasets are in tables."""
+_READERS_BY_ENDING = {
+    "txt": "text",
+    "md": "text",
+    "jsonl": "jsonl (texts), chat or preference",
+    "json": "jsonl (texts), chat or preference",
+    "parquet": "parquet (texts), chat or preference",
+    "csv": "csv (texts), chat or preference",
+    "tsv": "csv (texts), chat or preference",
+    "bin": "tokens",
+    "npy": "tokens",
+}
+"""Ending of a file's name -> values of data.dataset."""
+
 
 def check_combinations(config: Config) -> None:
     """Raise ConfigError for the first broken rule of `_rules`. trainer/run/resolve.py checks rules for the model and the mesh."""
@@ -150,7 +175,7 @@ def _preference_rules(config: Config) -> Iterator[tuple[str, object, str]]:
 
 
 def _holds(condition: str, config: Config) -> bool:
-    """Return whether an `only_with` condition _holds. Forms: "a jsonl or parquet dataset" (a dataset has one of these formats),
+    """Return whether an `only_with` condition holds. Forms: "a jsonl or parquet dataset" (a dataset has one of these formats),
     "[section] name" (the setting is not empty), "empty [section] name", "[section] name = a or b" (of a list: it contains one of
     them), "[section] name != a"."""
     if dataset := re.fullmatch(r"a (.+) dataset", condition):
@@ -164,41 +189,12 @@ def _holds(condition: str, config: Config) -> bool:
     return bool(value) != bool(empty)
 
 
-PATHS = (
-    *(
-        "run.output_folder",
-        "model.huggingface",
-        "model.pretrained",
-        "tokenizer.path",
-        "data.path",
-        "data.chat_template",
-        "data.store_folder",
-    ),
-    *("lora.init_from", "checkpoint.init_from"),
-)
-"""Settings whose value is a path, or may be one. Those of named datasets are in tables."""
-
-
 def _paths(config: Config) -> Iterator[tuple[str, str]]:
     """Yield (setting, path) of each path."""
-    yield from ((key, config.value(key)) for key in PATHS)
+    yield from ((key, config.value(key)) for key in _PATHS)
     for table in ("data.datasets", "evaluation.datasets"):
         for name, text in config.value(table).items():
             yield f"{table}.{name}", text if re.match(r"\w+://", text) else text.partition(":")[2]
-
-
-_READERS_BY_ENDING = {
-    "txt": "text",
-    "md": "text",
-    "jsonl": "jsonl (texts), chat or preference",
-    "json": "jsonl (texts), chat or preference",
-    "parquet": "parquet (texts), chat or preference",
-    "csv": "csv (texts), chat or preference",
-    "tsv": "csv (texts), chat or preference",
-    "bin": "tokens",
-    "npy": "tokens",
-}
-"""Ending of a file's name -> values of data.dataset."""
 
 
 def datasets_of(config: Config) -> Iterator[tuple[str, str, str]]:
