@@ -109,7 +109,8 @@ class CausalAttention(nn.Module):
             mask: Added to the scores, or boolean; broadcast to (batch, heads, seq, seq). None: causal attention, in which a
                 single query attends to all keys.
         """
-        is_causal, gqa = mask is None and q.shape[2] > 1, q.shape[1] != k.shape[1]
+        is_causal = mask is None and q.shape[2] > 1
+        gqa = q.shape[1] != k.shape[1]
         return F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, scale=self.kind.scale, enable_gqa=gqa)
 
 
@@ -158,8 +159,17 @@ class Attention(nn.Module):
         q_norm: nn.Module | None = None,
         k_norm: nn.Module | None = None,
     ):
-        """rotate: function that applies the positional encoding to queries and keys. q_norm, k_norm:
-        norms of queries and keys, (batch, seq, heads, head_dim)."""
+        """Build the layer.
+
+        Args:
+            sizes: Dimensions of the model.
+            kind: Kind of the layer, which has the scale and the window of its attention.
+            rotate: Function that applies the positional encoding to queries and keys.
+            qkv_bias: Whether wq, wk and wv have biases.
+            out_bias: Whether wo has a bias.
+            q_norm: Norm of the queries, (batch, seq, heads, head_dim). None: no norm.
+            k_norm: Norm of the keys, likewise.
+        """
         super().__init__()
         self.head_dim = sizes.head_dim
         self.rotate = rotate if kind.rope is not None else without_rotation
@@ -180,7 +190,8 @@ class Attention(nn.Module):
             for w in (self.wq, self.wk, self.wv)
         )
         q, k = self.encode_positions(self.q_norm(q), self.k_norm(k), context.rope)
-        out = self.core(*(x.transpose(1, 2) for x in (q, k, v)), context.mask)
+        q, k, v = (states.transpose(1, 2) for states in (q, k, v))  # (batch, local heads, seq, head_dim)
+        out = self.core(q, k, v, context.mask)
         return self.wo(out.transpose(1, 2).flatten(-2))
 
     def encode_positions(self, q: Tensor, k: Tensor, rope: Any) -> tuple[Tensor, Tensor]:
@@ -214,4 +225,6 @@ class Output(nn.Linear):
         if head is not None:
             return head(h, self.weight, self.softcap)
         logits = F.linear(h, self.weight.to(h.dtype))
-        return logits if self.softcap is None else (logits / self.softcap).tanh() * self.softcap
+        if self.softcap is None:
+            return logits
+        return (logits / self.softcap).tanh() * self.softcap

@@ -41,7 +41,8 @@ class Decoder(nn.Module):
         """
         super().__init__()
         self.sizes = sizes
-        self.layer_kinds, kinds = sizes.layer_kinds, sizes.kinds()
+        self.layer_kinds = sizes.layer_kinds
+        kinds = sizes.kinds()
         self.kinds = {name: kinds[name] for name in dict.fromkeys(self.layer_kinds)}
         self.masks = nn.ModuleDict({name: CausalMask(kind.window) for name, kind in self.kinds.items()})
         self.tok_embeddings = embedding or nn.Embedding(sizes.vocab_size, sizes.dim)
@@ -63,7 +64,8 @@ class Decoder(nn.Module):
 
     def _context_of_kind(self, name: str, context: Context) -> Context:
         rope = self.kinds[name].rope
-        return context._replace(rope=None if rope is None else rope(context.positions), mask=self.masks[name](context))
+        angles = None if rope is None else rope(context.positions)
+        return context._replace(rope=angles, mask=self.masks[name](context))
 
     def init_parameter(self, name: str, rows: Tensor, generator: Generator) -> None:
         """See models.spec.Model. Matrices are drawn from a normal distribution with variance 1 / (number of inputs)
@@ -76,9 +78,10 @@ class Decoder(nn.Module):
         elif leaf == "bias":
             rows.zero_()
         else:
-            into_residual = module.endswith(("attention.wo", "feed_forward.w2"))
             std = rows.shape[1] ** -0.5
-            rows.normal_(0.0, std / math.sqrt(2 * self.sizes.n_layers) if into_residual else std, generator=generator)
+            if module.endswith(("attention.wo", "feed_forward.w2")):
+                std /= math.sqrt(2 * self.sizes.n_layers)
+            rows.normal_(0.0, std, generator=generator)
 
     def flops_per_token(self, seq_len: int) -> int:
         """See models.spec.Model. A multiply-add is two operations. Backward costs twice as much as forward.
@@ -115,8 +118,9 @@ class Decoder(nn.Module):
 def pre_norm_decoder(sizes: Sizes, attention: Callable[[LayerKind], nn.Module] | None = None) -> Decoder:
     """Return a decoder of pre-norm blocks with RMSNorm. attention: function that builds the attention of a layer, by default
     Attention without norms of queries and keys."""
-    norm, build = partial(nn.RMSNorm, eps=sizes.norm_eps), attention or partial(Attention, sizes)
-    return Decoder(sizes, norm, lambda kind: PreNormBlock(sizes, norm, build(kind)))
+    norm = partial(nn.RMSNorm, eps=sizes.norm_eps)
+    build_attention = attention or partial(Attention, sizes)
+    return Decoder(sizes, norm, lambda kind: PreNormBlock(sizes, norm, build_attention(kind)))
 
 
 def _tensor_styles(block: nn.Module) -> dict[str, str]:

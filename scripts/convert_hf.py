@@ -17,7 +17,7 @@ if __name__ == "__main__":
     exit_on_interrupt()
 
 from trainer.config.command_line import Arguments, answer_early, die, positive_float, run_to_end
-from trainer.config.schema import ModelFamily
+from trainer.config.schema.model import ModelFamily
 
 _DTYPE, _SHARD_GIB = "bf16", 5.0
 """Defaults of --dtype and of --shard-gib."""
@@ -53,10 +53,12 @@ if __name__ == "__main__":
 from tqdm import tqdm
 
 from models import MODELS
-from trainer.checkpoint.adapter import is_adapter, write_peft
+from trainer.checkpoint.adapter import is_adapter
 from trainer.checkpoint.export import HfExport
-from trainer.checkpoint.huggingface import HfModelFolder, family_of, import_folder, require_new_folder
+from trainer.checkpoint.huggingface import HfModelFolder, family_of
 from trainer.checkpoint.manifest import CorruptError
+from trainer.checkpoint.peft import write_peft
+from trainer.checkpoint.write_model import import_folder, require_new_folder
 from trainer.config.fields import did_you_mean
 from trainer.config.model_source import resolve_checkpoint
 from trainer.runtime.device import DTYPES

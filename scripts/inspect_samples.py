@@ -35,7 +35,8 @@ if __name__ == "__main__":
 import numpy as np
 
 from trainer.config import ConfigError
-from trainer.config.load import DATA_SECTIONS, load_config
+from trainer.config.load import load_config
+from trainer.config.required_files import DATA_SECTIONS
 from trainer.data.build import open_datasets
 from trainer.data.datasets import dataset_configs, prepare_datasets
 from trainer.data.sampling.loader import SampleOrder

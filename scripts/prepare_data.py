@@ -33,8 +33,8 @@ from trainer.config.command_line import (
     one_line_errors,
     run_to_end,
 )
-from trainer.config.load import DATA_SECTIONS
 from trainer.config.pretrained import provenance
+from trainer.config.required_files import DATA_SECTIONS
 from trainer.data.datasets import all_dataset_configs, blame_setting, dataset_configs, pack_splits
 from trainer.data.prepare.prepare import prepare, unused_fields
 from trainer.data.sampling.phases import parse_mixture

@@ -13,13 +13,14 @@ from torch import nn
 from trainer import initial_model
 from trainer.checkpoint.async_save import WRITERS
 from trainer.checkpoint.best import BestTracker
-from trainer.checkpoint.huggingface import GENERATION_CONFIG
 from trainer.checkpoint.manager import CheckpointManager, saved_tensors
+from trainer.checkpoint.model_metadata import GENERATION_CONFIG
 from trainer.checkpoint.resume import ResumePoint
 from trainer.config import Config, ConfigError
 from trainer.config.pretrained import provenance
 from trainer.config.render import to_toml
 from trainer.data.build import Datasets
+from trainer.data.sampling.loader import BatchPartition
 from trainer.engine import Engine, build_model_parts, build_objective
 from trainer.evaluate import Evaluator, build_eval_sets
 from trainer.inference.samples import SampleGenerator, encode_prompts, stop_tokens
@@ -39,8 +40,8 @@ from trainer.run.resolve import ResolvedRun, require_profiled_step
 from trainer.run.run_folder import create_run_folder, log_data, log_summary, save_run_info, versions
 from trainer.run.sinks import build_sinks
 from trainer.run.sinks.services import require_access
-from trainer.run.sinks.sink import LoggedRun
-from trainer.run.text_format import load_text_format, require_same_tokenizer
+from trainer.run.sinks.sink import LoggedRun, Sink
+from trainer.run.text_format import TextFormat, load_text_format, require_same_tokenizer
 from trainer.run.training_data import (
     TrainingData,
     epochs_of,
@@ -79,93 +80,72 @@ def build_trainer(
     Raises:
         ConfigError: The data, the model, the checkpoint or the run folder cannot be used.
     """
-    folder = config.run.folder
-    if line := provenance(config):
-        console.info(line)
-    if point is None and run_on_rank_0(lambda: committed(folder / "checkpoints")):
-        raise ConfigError(
-            "run.name", f"{folder} has checkpoints of an earlier run; resume_point returns the one to resume from"
-        )
-    run_on_rank_0(lambda: require_access(config.metrics))
-    create_run_folder(folder)
+    saved = None if point is None else point.state
+    _prepare_run_folder(config, is_new=point is None)
     deterministic = _set_up_process(config, device)
 
     text = load_text_format(config, resolved)
-    is_chat = bool(text.chat_template)
-    prompts = encode_prompts(config.samples, config.data, text.tokenizer, is_chat, config.training.seq_len)
+    prompts = encode_prompts(config.samples, config.data, text.tokenizer, text.is_chat, config.training.seq_len)
     if point is not None:
         require_same_tokenizer(point, config.tokenizer, text.tokenizer)
+
     meshes = Meshes(resolved.dims, device, timedelta(seconds=config.distributed.timeout_s))
     backend = CPU_BACKEND if device.type == "cpu" else GPU_BACKEND
-    model_parts = build_model_parts(config, resolved, meshes, backend)
-    parameters = [parameter for part in model_parts.values() for parameter in part.parameters()]
-    check_memory(config, resolved, parameters, device)
+    model_parts = build_model_parts(config, resolved, meshes, backend)  # on the meta device: they take no memory yet
+    check_memory(config, resolved, [p for part in model_parts.values() for p in part.parameters()], device)
 
     datasets = prepare_and_open(config, text.tokenizer)
-    config = with_steps(config, datasets, None if point is None else point.state)
+    config = with_steps(config, datasets, saved)
     require_profiled_step(config.profiling, config.training.steps)
-    check_disk(config, resolved.num_trained, 0 if point is None else point.state.step)
-    if point is not None:
-        require_unchanged_mixture(config, datasets, point.state)
+    check_disk(config, resolved.num_trained, 0 if saved is None else saved.step)
+    if saved is not None:
+        require_unchanged_mixture(config, datasets, saved)
     eval_sets = build_eval_sets(datasets.evaluation, config.evaluation, text.tokenizer.text_bytes)
     partition = partition_of_batch(config.training, meshes.data["batch"])
 
     if objective is None:
         objective = build_objective(config, resolved, meshes)
     engine = Engine(config, resolved, device, meshes, model_parts, objective)
-    sets = [(datasets.training, len(datasets.training)), *((s.samples, s.num_samples) for s in eval_sets)]
-    initial = initial_model.load(config, resolved, text, engine, sets, partition, point)
-    training, *evaluation = initial.samples
-    datasets = replace(datasets, training=training)
-    eval_sets = [replace(s, samples=samples) for s, samples in zip(eval_sets, evaluation, strict=True)]
+    initial = initial_model.load(config, resolved, text, engine, datasets.training, eval_sets, partition, point)
+    datasets = replace(datasets, training=initial.training)
 
-    state = TrainState(
-        mixture=[[phase.start, *phase.quotas] for phase in datasets.phases],
-        world_size=dist.get_world_size(),
-        fingerprint=resolved.fingerprint
-        | {"tokenizer": text.tokenizer.fingerprint, "data": datasets.name}
-        | initial.hashes,
-    )
+    state = _first_state(resolved, text, datasets, initial)
     checkpoints = _build_checkpoints(config, resolved, engine, datasets, initial)
     if point is not None:
         checkpoints.restore(point, state)
+    _record_start(config, resolved, device, datasets, state, deterministic)
 
-    if state.step < config.training.steps:
-        save_run_info(config, device)
-    log_summary(config, resolved, device, deterministic, _attention_kernels(config, resolved, device))
-    share = run_on_rank_0(lambda: target_share(datasets.training))
-    log_data(config, resolved.grad_accum, datasets, epochs_of(config, datasets, state)[0], share)
-    stragglers = _build_stragglers(config, resolved, model_parts.values(), device)
-    logged = LoggedRun(config.run.name, folder, config.training.steps, config.metrics)
-    sinks = build_sinks(config.metrics.sinks, logged, is_writer=dist.get_rank() == 0)
     stop = StopRequest()
     return Trainer(
         config=config,
         state=state,
         engine=engine,
         data=TrainingData(config, datasets, partition, device, stop),
-        samples=SampleGenerator(
-            config=config.samples,
-            prompts=prompts,
-            is_chat=is_chat,
-            tokenizer=text.tokenizer,
-            stop=stop_tokens(text.tokenizer, json.loads(initial.files[GENERATION_CONFIG])),
-            vocab_size=resolved.sizes.vocab_size,
-            seq_len=config.training.seq_len,
-            partition=partition,
-            device=device,
-            steps=config.training.steps,
-        ),
-        evaluator=Evaluator(config.evaluation, eval_sets, partition, device, config.training.steps),
+        samples=_build_samples(config, resolved, text, prompts, initial, partition, device),
+        evaluator=Evaluator(config.evaluation, initial.eval_sets, partition, device, config.training.steps),
         checkpoints=checkpoints,
         early_stopping=EarlyStopping(config.evaluation, checkpoints.best.identity),
         monitor=StepMonitor(config.resilience, engine.optimizer.device),
-        metrics=Metrics(config.metrics, config.training, resolved, device, engine.phases, sinks),
-        stragglers=stragglers,
-        profiler=Profiler(config.profiling, device, folder, state.step),
+        metrics=Metrics(config.metrics, config.training, resolved, device, engine.phases, _build_sinks(config)),
+        stragglers=_build_stragglers(config, resolved, model_parts.values(), device),
+        profiler=Profiler(config.profiling, device, config.run.folder, state.step),
         watchdog=Watchdog(config.resilience.hang_timeout_s, stop),
         stop=stop,
     )
+
+
+def _prepare_run_folder(config: Config, is_new: bool) -> None:
+    """Create the run folder, after a check that the services accept the run. Raises ConfigError, also if a run that is new would
+    begin in a folder with checkpoints."""
+    folder = config.run.folder
+    if line := provenance(config):
+        console.info(line)
+    if is_new and run_on_rank_0(lambda: committed(folder / "checkpoints")):
+        raise ConfigError(
+            "run.name", f"{folder} has checkpoints of an earlier run; resume_point returns the one to resume from"
+        )
+    run_on_rank_0(lambda: require_access(config.metrics))
+    create_run_folder(folder)
 
 
 def _set_up_process(config: Config, device: torch.device) -> bool:
@@ -176,6 +156,15 @@ def _set_up_process(config: Config, device: torch.device) -> bool:
     deterministic = devices.set_deterministic(config.run.deterministic, device)
     torch.manual_seed(config.run.seed + dist.get_rank())
     return deterministic
+
+
+def _first_state(resolved: ResolvedRun, text: TextFormat, datasets: Datasets, initial: InitialModel) -> TrainState:
+    data = {"tokenizer": text.tokenizer.fingerprint, "data": datasets.name}
+    return TrainState(
+        mixture=[[phase.start, *phase.quotas] for phase in datasets.phases],
+        world_size=dist.get_world_size(),
+        fingerprint=resolved.fingerprint | data | initial.hashes,
+    )
 
 
 def _attention_kernels(config: Config, resolved: ResolvedRun, device: torch.device) -> str:
@@ -217,3 +206,49 @@ def _build_checkpoints(
         files=files,
         metadata=versions() | {"config": digest(files["config.toml"])},
     )
+
+
+def _record_start(
+    config: Config,
+    resolved: ResolvedRun,
+    device: torch.device,
+    datasets: Datasets,
+    state: TrainState,
+    deterministic: bool,
+) -> None:
+    """Write the configuration of a run that has steps left, and log what the run is."""
+    if state.step < config.training.steps:
+        save_run_info(config, device)
+    log_summary(config, resolved, device, deterministic, _attention_kernels(config, resolved, device))
+    epochs, _ = epochs_of(config, datasets, state)
+    share = run_on_rank_0(lambda: target_share(datasets.training))
+    log_data(config, resolved.grad_accum, datasets, epochs, share)
+
+
+def _build_samples(
+    config: Config,
+    resolved: ResolvedRun,
+    text: TextFormat,
+    prompts: list[list[int]],
+    initial: InitialModel,
+    partition: BatchPartition,
+    device: torch.device,
+) -> SampleGenerator:
+    """prompts: result of encode_prompts."""
+    return SampleGenerator(
+        config=config.samples,
+        prompts=prompts,
+        is_chat=text.is_chat,
+        tokenizer=text.tokenizer,
+        stop=stop_tokens(text.tokenizer, json.loads(initial.files[GENERATION_CONFIG])),
+        vocab_size=resolved.sizes.vocab_size,
+        seq_len=config.training.seq_len,
+        partition=partition,
+        device=device,
+        steps=config.training.steps,
+    )
+
+
+def _build_sinks(config: Config) -> list[Sink]:
+    run = LoggedRun(config.run.name, config.run.folder, config.training.steps, config.metrics)
+    return build_sinks(config.metrics.sinks, run, is_writer=dist.get_rank() == 0)

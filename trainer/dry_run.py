@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 
 from models.spec import meta_model
-from trainer.checkpoint.adapter import load_adapter
 from trainer.checkpoint.best import BestTracker
+from trainer.checkpoint.initial_adapter import load_adapter
 from trainer.checkpoint.resume import ResumePoint, require_compatible
 from trainer.checkpoint.weights import check_initial_weights
 from trainer.config import Config, ConfigError, EvaluationConfig, SamplesConfig
@@ -78,7 +78,7 @@ def report(config: Config, resolved: ResolvedRun, ranks_per_node: int, device: t
         return _end(config)
     require_access(config.metrics)
     text = load_text_format(config, resolved)
-    encode_prompts(config.samples, config.data, text.tokenizer, bool(text.chat_template), training.seq_len)
+    encode_prompts(config.samples, config.data, text.tokenizer, text.is_chat, training.seq_len)
     if point is not None:
         require_same_tokenizer(point, config.tokenizer, text.tokenizer)
     _line("tokenizer", f"{config.tokenizer.path or config.tokenizer.backend}, {text.tokenizer.vocab_size:,} tokens")

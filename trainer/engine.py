@@ -36,18 +36,18 @@ def build_model_parts(
 ) -> dict[Stage, nn.Module]:
     """Build this rank's parallelized stages on the meta device. Raises ConfigError if the optimizer rejects the layout."""
     model_parts = parallelize(
-        lambda: resolved.spec.model(resolved.sizes).to(DTYPES[config.training.parameter_dtype]),
-        resolved.plan,
-        stages_of_rank(resolved.stages, meshes.model["pp"].get_local_rank(), config.parallel),
-        meshes,
-        config.parallel,
-        config.activation_checkpoint,
-        resolved.compiled,
-        config.training.compute_dtype,
-        config.training.seq_len,
-        config.data.document_mask,
-        attention_backend,
-        partial(
+        make_model=lambda: resolved.spec.model(resolved.sizes).to(DTYPES[config.training.parameter_dtype]),
+        plan=resolved.plan,
+        stages=stages_of_rank(resolved.stages, meshes.model["pp"].get_local_rank(), config.parallel),
+        meshes=meshes,
+        parallel=config.parallel,
+        checkpointing=config.activation_checkpoint,
+        compiled=resolved.compiled,
+        dtype=config.training.compute_dtype,
+        seq_len=config.training.seq_len,
+        document_mask=config.data.document_mask,
+        attention_backend=attention_backend,
+        adapt=partial(
             apply_lora,
             blocks=resolved.plan.blocks_path,
             trained=resolved.trained,
@@ -64,10 +64,10 @@ def build_model_parts(
 def build_objective(config: Config, resolved: ResolvedRun, meshes: Meshes) -> Objective:
     """Return the objective that the settings select."""
     training = config.training
-    chunks = training.loss_chunk_tokens, resolved.compiled
     if config.preference.enabled:
-        return Preference(config.preference, training.seq_len, meshes.data["cp"].get_group(), *chunks)
-    return CrossEntropy(*chunks)
+        cp_group = meshes.data["cp"].get_group()
+        return Preference(config.preference, training.seq_len, cp_group, training.loss_chunk_tokens, resolved.compiled)
+    return CrossEntropy(training.loss_chunk_tokens, resolved.compiled)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,26 +126,26 @@ class Engine:
         self.batch_group = meshes.data["batch"].get_group()
         self.objective = objective
         cp = meshes.data["cp"]
-        common = {
-            "model_parts": model_parts,
-            "objective": objective,
-            "shard_sequence": partial(shard_sequence, rank=cp.get_local_rank(), ranks=cp.size()),
-            "phases": self.phases,
-            "batch_group": self.batch_group,
-            "loss_group": meshes.loss["loss"].get_group(),
-        }
-        self.forward_backward: Step
+        build_step: Callable[..., Step]
         if resolved.dims.pp == 1:
-            self.forward_backward = SpmdStep(start_microbatch=start, **common)
+            build_step = partial(SpmdStep, start_microbatch=start)
         else:
             dtype = DTYPES[training.compute_dtype]
-            self.forward_backward = PipelineStep(
+            build_step = partial(
+                PipelineStep,
                 schedule_name=config.parallel.pipeline_schedule,
                 num_microbatches=resolved.grad_accum,
                 hidden=torch.empty(resolved.hidden_shape, dtype=dtype, device=device, requires_grad=True),
                 pipeline_group=meshes.model["pp"].get_group(),
-                **common,
             )
+        self.forward_backward = build_step(
+            model_parts=model_parts,
+            objective=objective,
+            shard_sequence=partial(shard_sequence, rank=cp.get_local_rank(), ranks=cp.size()),
+            phases=self.phases,
+            batch_group=self.batch_group,
+            loss_group=meshes.loss["loss"].get_group(),
+        )
 
     def initialize(self, loaded: Collection[str]) -> None:
         """Draw the initial values of all parameters except those in `loaded`, whose values are loaded afterwards."""

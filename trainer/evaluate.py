@@ -111,12 +111,14 @@ class Evaluator:
         batches = loading(
             batch.to(self.device) for batch in evaluation_batches(dataset.samples, dataset.num_samples, self.partition)
         )
-        sums = []
+        parts = []
         while microbatches := list(islice(batches, self.partition.grad_accum)):
-            sums.append(step.evaluate(microbatches))
+            parts.append(step.evaluate(microbatches))
         objective = step.objective
-        num_terms = int(torch.stack([count for _, count in sums]).sum().item())
-        totals = {name: torch.stack([result[name] for result, _ in sums]).double().sum().item() for name in sums[0][0]}
+        num_terms = int(torch.stack([part.num_terms for part in parts]).sum().item())
+        totals = {
+            name: torch.stack([part.sums[name] for part in parts]).double().sum().item() for name in parts[0].sums
+        }
         means = {name: total / max(1, num_terms) for name, total in totals.items()}
         if objective.metrics:
             return means | {objective.unit: num_terms}

@@ -2,11 +2,12 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from models.spec import meta_model
-from trainer.checkpoint.adapter import load_adapter
+from trainer.checkpoint.initial_adapter import load_adapter
 from trainer.checkpoint.resume import ResumePoint, changed_settings, require_compatible
 from trainer.checkpoint.weights import WeightSource, init_weights_from, names_loaded
 from trainer.config import Config
@@ -16,6 +17,7 @@ from trainer.config.render import to_toml
 from trainer.data.sampling.loader import BatchPartition
 from trainer.data.sampling.samples import Samples
 from trainer.engine import Engine
+from trainer.evaluate import EvalSet
 from trainer.objective.reference import ReferenceStore
 from trainer.run.resolve import ResolvedRun
 from trainer.run.run_folder import model_files
@@ -36,8 +38,10 @@ class InitialModel:
     hashes: dict[str, str | None]
     """Hashes of the base model of adapters and of the reference model, if the run has them, and of the initial weights of a run
     without adapters (None: random). They are part of the fingerprint."""
-    samples: list[Samples]
-    """The samples of each dataset, with the reference's log-probabilities if the loss has a reference."""
+    training: Samples
+    """The training data, with the reference's log-probabilities if the loss has a reference."""
+    eval_sets: list[EvalSet]
+    """The evaluation data, likewise."""
 
 
 def load(
@@ -45,7 +49,8 @@ def load(
     resolved: ResolvedRun,
     text: TextFormat,
     engine: Engine,
-    sets: Sequence[tuple[Samples, int]],
+    training: Samples,
+    eval_sets: Sequence[EvalSet],
     partition: BatchPartition,
     point: ResumePoint | None,
 ) -> InitialModel:
@@ -59,18 +64,19 @@ def load(
         resolved: The same, resolved.
         text: Tokenizer and chat template.
         engine: Its parameters receive their values.
-        sets: Samples of each dataset, and the number of those that are read.
+        training: The training data.
+        eval_sets: The evaluation data.
         partition: Which rank reads which samples.
         point: Checkpoint to resume from.
 
     Raises:
         ConfigError: The weights cannot be used, or the base model is not that of the checkpoint.
     """
-    stores: list[ReferenceStore] = []
+    open_references = partial(_open_references, config, training, eval_sets)
     if point is not None:
         kinds = (_BASE, _REFERENCE, _INITIAL)
         saved = {name: point.state.fingerprint[name] for name in kinds if name in point.state.fingerprint}
-        stores = _open_references(config, sets, saved)
+        stores = open_references(saved)
         if all(store.is_complete for store in stores):
             loaded = _load_base(config, resolved, engine)
         else:
@@ -82,14 +88,14 @@ def load(
         loaded = _load_weights(config, resolved, engine)
         hashes = loaded.hashes
         console.info(f"weights: {loaded.origin}")
-        stores = _open_references(config, sets, hashes)
-    samples = [of_set for of_set, _ in sets]
+        stores = open_references(hashes)
     if stores:
         chunks = config.training.loss_chunk_tokens, resolved.compiled
         read = engine.forward_backward.read
-        samples = [store.complete(read, partition, engine.device, *chunks) for store in stores]
+        training, *evaluation = (store.complete(read, partition, engine.device, *chunks) for store in stores)
+        eval_sets = [replace(s, samples=samples) for s, samples in zip(eval_sets, evaluation, strict=True)]
     files = model_files(config, resolved, text, loaded.base, point)
-    return InitialModel(files=files, hashes=hashes, samples=samples)
+    return InitialModel(files=files, hashes=hashes, training=training, eval_sets=list(eval_sets))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,10 +194,12 @@ def _reference_hash(config: Config, resolved: ResolvedRun, weights_digest: str, 
 
 
 def _open_references(
-    config: Config, sets: Sequence[tuple[Samples, int]], hashes: Mapping[str, str | None]
+    config: Config, training: Samples, eval_sets: Sequence[EvalSet], hashes: Mapping[str, str | None]
 ) -> list[ReferenceStore]:
-    """Return the store of each dataset's log-probabilities, or [] if the loss has no reference."""
+    """Return the stores of the log-probabilities of the training data and of each evaluation dataset, or [] if the loss has no
+    reference."""
     if not config.preference.needs_reference:
         return []
-    folder = Path(config.data.store_folder) / "references"
-    return [ReferenceStore.open(folder, hashes[_REFERENCE], *of_set) for of_set in sets]
+    folder, model = Path(config.data.store_folder) / "references", hashes[_REFERENCE]
+    sets = [(training, len(training)), *((s.samples, s.num_samples) for s in eval_sets)]
+    return [ReferenceStore.open(folder, model, samples, num_samples) for samples, num_samples in sets]

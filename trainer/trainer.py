@@ -54,13 +54,15 @@ class Trainer:
     def train(self) -> None:
         """Train until training.steps are completed, the evaluation loss no longer falls, or any rank is asked to stop. Raises
         TrainingDiverged, SaveFailed or LoadingFailed."""
-        start_s, state, steps = time.monotonic(), self.state, self.config.training.steps
+        state, steps = self.state, self.config.training.steps
+        start_s = time.monotonic()
         if already_finished(self.config, state, self.early_stopping.reason(state)):
             self.checkpoints.close()
             return
         self.watchdog.start()
         batches = self._start()
-        ended, end_interrupts = False, self.stop.receive_interrupts()
+        end_interrupts = self.stop.receive_interrupts()
+        ended = False
         try:
             while state.step < steps and not ended:
                 result = self.train_step(batches)
@@ -90,20 +92,24 @@ class Trainer:
     def _finish(self, seconds: float) -> None:
         """Log how the run has ended, and export the model of a run that is complete."""
         folder, step = self.config.run.folder, self.state.step
-        reason, is_complete = self.early_stopping.reason(self.state), step == self.config.training.steps
-        if reason and not is_complete:
-            best = f"; the best checkpoint is {folder}{BEST}, of step {self.checkpoints.best.step}"
-            console.info(f"stopped early: {reason}{best * bool(self.checkpoints.best.step)}")
-        elif not is_complete:
-            if self.config.checkpoint.enabled:
-                saved, hint = "checkpoint saved", "; rerun the same command to resume"
-            else:
-                saved, hint = "no checkpoint saved, because [checkpoint] enabled = false", ""
-            console.info(f"stopped at step {step} ({saved}){hint}")
-            return
+        if step != self.config.training.steps:
+            reason = self.early_stopping.reason(self.state)
+            if not reason:
+                self._log_request_to_stop()
+                return
+            best_step = self.checkpoints.best.step
+            best = f"; the best checkpoint is {folder}{BEST}, of step {best_step}" if best_step else ""
+            console.info(f"stopped early: {reason}{best}")
         if self.config.checkpoint.export_huggingface:
             export_run(folder, self.config.checkpoint.export_checkpoint)
         console.info(f"done: step {step}, {duration(seconds)}, {folder}")
+
+    def _log_request_to_stop(self) -> None:
+        if self.config.checkpoint.enabled:
+            message = "(checkpoint saved); rerun the same command to resume"
+        else:
+            message = "(no checkpoint saved, because [checkpoint] enabled = false)"
+        console.info(f"stopped at step {self.state.step} {message}")
 
     def train_step(self, batches: Iterator[Batch]) -> StepResult:
         """Run one optimizer step."""
@@ -113,8 +119,8 @@ class Trainer:
         with self.metrics.section("data") as seconds:
             microbatches = list(islice(batches, self.data.partition.grad_accum))
         self.stragglers.after_data(seconds())
-        lr, before_update = self._lr(self.state.step + 1), self.checkpoints.before_update
-        result = self.engine.step(microbatches, lr, self.stop.requested, before_update)
+        lr = self._lr(self.state.step + 1)
+        result = self.engine.step(microbatches, lr, self.stop.requested, self.checkpoints.before_update)
         self.state.advance(training.global_batch_size, training.seq_len)
         if self.profiler.ends_after(self.state.step):
             self._profile(self.profiler.stop)
@@ -165,8 +171,9 @@ class Trainer:
                 with self.metrics.section("evaluation") as seconds:
                     result = self.evaluator.run(dataset, self.engine.forward_backward, self.watchdog.loading)
                 self.early_stopping.observe(self.state, dataset.name, result["loss"])
-                best = "; best so far" * self.checkpoints.best.update(dataset.name, result["loss"])
-                console.info(f"step {self.state.step} | {evaluation_line(dataset.name, result, objective)}{best}")
+                is_best = self.checkpoints.best.update(dataset.name, result["loss"])
+                line = f"{evaluation_line(dataset.name, result, objective)}{'; best so far' if is_best else ''}"
+                console.info(f"step {self.state.step} | {line}")
                 record = {"kind": "eval", "step": self.state.step, "dataset": dataset.name} | result
                 self.metrics.log_event(record | {"evaluation_time_s": seconds()})
 

@@ -39,8 +39,8 @@ from models import MODELS
 from models.decoder import Decoder
 from scripts.train_tokenizer import train
 from trainer.checkpoint.export import HfExport
-from trainer.checkpoint.huggingface import write_model
 from trainer.checkpoint.storage import TensorWrite
+from trainer.checkpoint.write_model import write_model
 from trainer.config import TokenizerConfig
 from trainer.config.command_line import Arguments, die, positive_int, run_to_end
 from trainer.config.load import load_config

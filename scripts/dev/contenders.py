@@ -28,7 +28,7 @@ from trainer.batch import Batch
 from trainer.build import build_trainer
 from trainer.config.load import load_config
 from trainer.config.packages import require_package
-from trainer.config.schema import DeviceChoice
+from trainer.config.schema.run import DeviceChoice
 from trainer.parallel.init_weights import allocate, initialize
 from trainer.run.resolve import resolve
 from trainer.run.training_data import TrainingData

@@ -1,4 +1,4 @@
-"""Generate docs/configuration.md from trainer/config/schema.py, and docs/coming_from.md from trainer/config/foreign.py."""
+"""Generate docs/configuration.md from trainer/config/schema/, and docs/coming_from.md from trainer/config/foreign.py."""
 
 import sys
 from pathlib import Path

@@ -11,6 +11,8 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from models.llama import LlamaSizes
 from scripts.dev.contenders import CONTENDERS, Task, serve
 from trainer.config import ConfigError
 from trainer.config.packages import require_package
-from trainer.config.schema import DeviceChoice
+from trainer.config.schema.run import DeviceChoice
 from trainer.runtime.device import require_enough_gpus
 from trainer.system.children import children_ignore_signals
 from trainer.system.environment import environment
@@ -60,15 +62,19 @@ def _check(contenders: Sequence[str], device: DeviceChoice) -> None:
 class Contender:
     """The process of one contender."""
 
-    def __init__(self, name: str, task: Task):
-        self.name = name
-        self._log = task.folder / f"{name}.log"
+    def __init__(self, name: str, log: Path, pipe: Connection, process: BaseProcess):
+        self.name, self._log, self._pipe, self._process = name, log, pipe, process
+
+    @classmethod
+    def start(cls, name: str, task: Task) -> "Contender":
+        log = task.folder / f"{name}.log"
         context = multiprocessing.get_context("spawn")
-        self._pipe, end = context.Pipe()
-        self._process = context.Process(target=serve, args=(name, task, end, self._log), daemon=True)
+        pipe, end = context.Pipe()
+        process = context.Process(target=serve, args=(name, task, end, log), daemon=True)
         with children_ignore_signals():
-            self._process.start()
+            process.start()
         end.close()
+        return cls(name, log, pipe, process)
 
     def run(self, steps: int) -> tuple[list[float], list[float], float]:
         """Run steps. Return the duration of each in seconds, the losses of all steps so far, and the CPU seconds. Raise
@@ -135,7 +141,7 @@ def print_peers(
         write_tokens(task, steps * (repeats + 1))
         running = []
         for name in contenders:
-            running.append(Contender(name, task))
+            running.append(Contender.start(name, task))
             stack.callback(running[-1].close)
         times: dict[str, list[float]] = {name: [] for name in contenders}
         cpu_seconds, losses = dict.fromkeys(contenders, 0.0), {}

@@ -12,7 +12,8 @@ from models import MODELS
 from models.huggingface import text_config
 from tests.models.families import CASES, SEQ, config_of, hf_model_of, inputs
 from trainer.checkpoint.export import HfExport
-from trainer.checkpoint.huggingface import HfModelFolder, import_folder
+from trainer.checkpoint.huggingface import HfModelFolder
+from trainer.checkpoint.write_model import import_folder
 from trainer.config import ConfigError, ModelConfig
 from trainer.run.resolve import resolve_model
 

@@ -12,8 +12,8 @@ from models import MODELS
 from tests.commands import run_script
 from tests.conftest import ROOT
 from tests.training_runs import error_line
-from trainer.checkpoint.adapter import load_adapter
 from trainer.checkpoint.huggingface import HfModelFolder
+from trainer.checkpoint.initial_adapter import load_adapter
 from trainer.checkpoint.weights import WeightSource
 from trainer.config import ConfigError, LoraConfig, ModelConfig, TokenizerConfig
 from trainer.data.chat.template_files import read_template
@@ -325,7 +325,7 @@ def test_a_folder_that_is_no_adapter_is_described(tmp_path, files, what, monkeyp
     folder.mkdir()
     for name, content in files.items():
         (folder / name).write_text(content)
-    monkeypatch.setattr("trainer.checkpoint.adapter.run_on_rank_0", lambda work: work())
+    monkeypatch.setattr("trainer.checkpoint.initial_adapter.run_on_rank_0", lambda work: work())
     spec = MODELS["llama3"]
     with pytest.raises(ConfigError) as error:
         load_adapter(LoraConfig(init_from=str(folder)), spec, spec.sizes["debug"], {}, {}, "")

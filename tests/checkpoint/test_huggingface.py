@@ -20,9 +20,10 @@ from tests.end_to_end.test_security import update_manifest
 from tests.training_runs import full, train, trainer_from
 from trainer.checkpoint import manifest
 from trainer.checkpoint.export import HfExport, export_run, is_export_of
-from trainer.checkpoint.huggingface import HfModelFolder, import_folder
+from trainer.checkpoint.huggingface import HfModelFolder
 from trainer.checkpoint.storage import read_index, read_rows
 from trainer.checkpoint.weights import WeightSource
+from trainer.checkpoint.write_model import import_folder
 from trainer.config import ConfigError, TokenizerConfig
 from trainer.config.load import load_config
 from trainer.data.tokenizer.backends import load_tokenizer

@@ -16,8 +16,8 @@ from models import MODELS
 from scripts.dev.check_exports import strings, write_tokenizers
 from tests.commands import run_script
 from tests.training_runs import checkpoint_of, combine, in_folder, train
-from trainer.checkpoint.adapter import write_peft
 from trainer.checkpoint.export import HfExport, export_run
+from trainer.checkpoint.peft import write_peft
 from trainer.checkpoint.tokenizer_files import exported_tokenizer, without_generation_tags
 from trainer.config import ConfigError, TokenizerConfig
 from trainer.data.tokenizer.backends import load_tokenizer

@@ -12,7 +12,7 @@ from trainer.config import Config, ConfigError
 from trainer.config.fields import settings
 from trainer.config.load import load_config
 from trainer.config.render import help_text, settings_as_markdown, to_toml
-from trainer.config.schema import toml_value
+from trainer.config.toml_text import toml_value
 
 DEBUG = str(ROOT / "train_configs" / "debug.toml")
 

@@ -11,9 +11,10 @@ from tests.hub_server import git_sha1
 from trainer.config import ConfigError
 from trainer.config.command_line import Arguments
 from trainer.config.hub import COMMIT
-from trainer.config.load import DATA_SECTIONS, load_config
+from trainer.config.load import load_config
 from trainer.config.pretrained import provenance
 from trainer.config.render import to_toml
+from trainer.config.required_files import DATA_SECTIONS
 from trainer.data.chat.template_files import read_template
 
 CHAT = ["--data.dataset", "chat"]

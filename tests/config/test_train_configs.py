@@ -13,7 +13,7 @@ from models import MODELS
 from tests.conftest import ROOT
 from trainer.config import ConfigError
 from trainer.config.load import load_config
-from trainer.config.schema import ModelFamily
+from trainer.config.schema.model import ModelFamily
 from trainer.data.tokenizer.backends import load_tokenizer
 from trainer.parallel import validate
 from trainer.parallel.pipeline import SCHEDULES

@@ -30,8 +30,9 @@ from tests.training_runs import (
 )
 from trainer.adapters.select import LORA_A
 from trainer.batch import IGNORE_INDEX
-from trainer.checkpoint.adapter import PeftNames, open_weights, write_peft
+from trainer.checkpoint.adapter import open_weights
 from trainer.checkpoint.export import HfExport, export_run, is_export_of
+from trainer.checkpoint.peft import PeftNames, write_peft
 from trainer.checkpoint.storage import read_index
 from trainer.checkpoint.weights import WeightSource
 from trainer.config import ConfigError

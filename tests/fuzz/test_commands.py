@@ -16,7 +16,7 @@ from tests.fuzz.check import bad_refusal, limits, record
 from tests.fuzz.strategies import NUMBERS, TEXTS, sometimes
 from trainer.config.command_line import existing_folder, file_to_write, utf8
 from trainer.config.fields import settings
-from trainer.config.schema import toml_value
+from trainer.config.toml_text import toml_value
 
 _COMMANDS = sorted(f"scripts/{path.name}" for path in (ROOT / "scripts").glob("*.py"))
 _MAY_FAIL = ("scripts/checkpoint.py", "scripts/compare_runs.py", "scripts/parity.py")

@@ -14,7 +14,7 @@ from trainer.config import Config, ConfigError, LoraConfig, PreferenceConfig
 from trainer.config.fields import settings
 from trainer.config.load import load_config
 from trainer.config.render import to_toml
-from trainer.config.schema import toml_value
+from trainer.config.toml_text import toml_value
 from trainer.run.resolve import resolve
 from trainer.run.run_folder import acquire_lock
 from trainer.state import TrainState

@@ -220,7 +220,8 @@ def load_into(
         ConfigError: The checkpoint does not have these tensors, or cannot be read.
     """
     require_match(folder, index, tensors, cast=cast, problems=problems)
-    damage, targets = "", {name: local_region(tensor) for name, tensor in tensors.items()}
+    targets = {name: local_region(tensor) for name, tensor in tensors.items()}
+    damage = ""
     try:
         storage.read_regions(folder, index, targets, read)
     except CorruptError as error:
@@ -229,7 +230,9 @@ def load_into(
         if not alone:
             first_problem(repr(error))  # the other ranks must not wait for this one
         raise
-    if damage := damage if alone else first_problem(damage):
+    if not alone:
+        damage = first_problem(damage)
+    if damage:
         raise ConfigError("", f"{folder}: {damage}")
 
 

@@ -14,20 +14,14 @@ from torch import Tensor
 
 from models.spec import ModelSpec
 from trainer.checkpoint import manifest
-from trainer.checkpoint.adapter import AdapterSource, is_adapter, open_weights, write_peft
-from trainer.checkpoint.huggingface import (
-    GENERATION_CONFIG,
-    ModelMetadata,
-    Progress,
-    export_metadata,
-    group_by_file,
-    layer_order,
-    read_in_chunks,
-)
+from trainer.checkpoint.adapter import AdapterSource, is_adapter, open_weights
 from trainer.checkpoint.manifest import CorruptError
+from trainer.checkpoint.model_metadata import GENERATION_CONFIG, ModelMetadata
+from trainer.checkpoint.peft import write_peft
 from trainer.checkpoint.storage import TensorMetadata, TensorWrite, write_safetensors
 from trainer.checkpoint.tokenizer_files import exported_files
 from trainer.checkpoint.weights import WeightSource
+from trainer.checkpoint.write_model import Progress, export_metadata, group_by_file, layer_order, read_in_chunks
 from trainer.config import ConfigError, errors_about
 from trainer.config.model_source import best_checkpoint
 from trainer.system import console

@@ -1,13 +1,11 @@
-"""Hugging Face's model format: safetensors files, config.json and tokenizer files. Tensors are streamed in chunks of rows,
-so memory use does not grow with the size of the model. Each rank reads only its own shards."""
+"""Models in Hugging Face's format: safetensors files and config.json. Each rank reads only its own shards."""
 
-import json
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, get_origin, get_type_hints
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -16,111 +14,19 @@ from torch import Tensor
 from models import MODELS
 from models.huggingface import text_config, text_name
 from models.sizes import text_of
-from models.spec import ModelSpec, SizeError, meta_model
+from models.spec import ModelSpec, meta_model
 from trainer.checkpoint import manifest
-from trainer.checkpoint.commit import Tensors, require_match
-from trainer.checkpoint.manifest import CorruptError, Manifest
-from trainer.checkpoint.storage import (
-    DTYPE_OF,
-    INDEX,
-    Chunk,
-    TensorMetadata,
-    TensorWrite,
-    index_text,
-    read_index,
-    read_rows,
-    write_safetensors,
-)
+from trainer.checkpoint.manifest import CorruptError
+from trainer.checkpoint.model_metadata import GENERATION_CONFIG, ModelMetadata, require_parameters
+from trainer.checkpoint.storage import DTYPE_OF, Chunk, TensorMetadata, read_rows
 from trainer.config import ConfigError
-from trainer.data.tokenizer.backends import TOKENIZERS
-from trainer.data.tokenizer.huggingface import COMPANION_FILES
-from trainer.system.checkpoint_folder import MODEL_FILE, is_checkpoint
-from trainer.system.files import (
-    LARGEST_JSON,
-    TooLarge,
-    atomic_folder,
-    digest_of,
-    folder_error,
-    parse_json_object,
-    read_json_object,
-)
+from trainer.system.checkpoint_folder import is_checkpoint
+from trainer.system.files import LARGEST_JSON, TooLarge, folder_error, read_json_object
 from trainer.system.model_folder import folder_problem, pointer_problem, quantization_problem, weights_problem
 from trainer.system.paths import unreadable
 
-CHAT_TEMPLATE = "chat_template.jinja"
-GENERATION_CONFIG = "generation_config.json"
-_TOKENIZER_FILES = ("tokenizer.json", "tekken.json", *COMPANION_FILES)
-_CHUNK_BYTES = 2**25
 _ROWS = 4096
 """Maximum number of rows to compare at once."""
-
-Progress = Callable[[int], None]
-"""Callback that receives the number of bytes written since the previous call."""
-
-
-@dataclass(frozen=True)
-class ModelMetadata:
-    """Content of model.json."""
-
-    family: str
-    sizes: Mapping[str, Any]
-    seq_len: int
-    context_window: int
-    """Longest sequence in the training of this model, or of the model from which it was initialized."""
-    tokenizer: str
-    """Tokenizer backend of the run, or "" for an imported model, which keeps its Hugging Face tokenizer files."""
-    tokenizer_files: tuple[str, ...]
-    special_token_ids: Mapping[str, Any]
-    """Values of bos_token_id, eos_token_id and pad_token_id in Hugging Face's configuration files."""
-    reuse_reserved_tokens: Mapping[str, str]
-    """Setting [tokenizer] reuse_reserved_tokens of the run."""
-    extra_special_tokens: tuple[str, ...]
-    """Setting [tokenizer] extra_special_tokens of the run."""
-    pattern: str = ""
-    """Setting [tokenizer] pattern, if the tokenizer is a tiktoken file."""
-    lora: Mapping[str, Any] = field(default_factory=dict)
-    """If the checkpoint contains an adapter: its settings rank, alpha and rslora, and the path and the hash of its base model."""
-
-    def text(self) -> str:
-        return json.dumps(asdict(self), indent=1)
-
-    @classmethod
-    def read(cls, checkpoint: Path) -> "ModelMetadata":
-        """Read model.json of a checkpoint. Raises CorruptError."""
-        try:
-            values = parse_json_object(manifest.read_text(checkpoint / MODEL_FILE, LARGEST_JSON))
-            for setting in ("tokenizer_files", "extra_special_tokens"):
-                values[setting] = tuple(values[setting])
-            for name in values["tokenizer_files"]:
-                manifest.require_plain_filename(name, MODEL_FILE)
-            values.setdefault("pattern", "llama3" if values["tokenizer"] == "tiktoken" else "")  # as older checkpoints
-            values.setdefault("lora", {})  # older checkpoints contain complete models
-            values.setdefault("context_window", values["seq_len"])
-            types = {name: get_origin(hint) or hint for name, hint in get_type_hints(cls).items()}
-            if not all(isinstance(values[name], type_) for name, type_ in types.items()):
-                raise ValueError
-            if min(values["seq_len"], values["context_window"]) < 1:
-                raise ValueError
-            names = (*values["extra_special_tokens"], *values["reuse_reserved_tokens"].values())
-            if not all(isinstance(name, str) for name in names):
-                raise ValueError
-            if values["tokenizer"] and not (values["tokenizer"] in TOKENIZERS and values["tokenizer_files"]):
-                raise ValueError
-            return cls(**values)
-        except (ValueError, TypeError, KeyError):
-            raise CorruptError(f"{MODEL_FILE} does not describe a model") from None
-
-    def spec_and_sizes(self) -> tuple[ModelSpec, Any]:
-        """Return the model's family and sizes. Raises CorruptError."""
-        if self.family not in MODELS:
-            raise CorruptError(f"unknown model family {self.family}; available: {', '.join(MODELS)}")
-        spec = MODELS[self.family]
-        try:
-            return spec, spec.huggingface.sizes_type(**self.sizes)
-        except SizeError as error:
-            raise CorruptError(f"{MODEL_FILE}: {error}") from None
-        except TypeError:  # a name is missing or unknown
-            raise CorruptError(f"{MODEL_FILE} does not list the sizes of {self.family}") from None
 
 
 def window_and_generation(folder: Path) -> tuple[int, dict[str, Any]]:
@@ -134,27 +40,11 @@ def window_and_generation(folder: Path) -> tuple[int, dict[str, Any]]:
             ids, window = model.special_token_ids, model.context_window
         else:
             require_model_folder(folder)
-            ids, _, _, window = _read_config(folder / "config.json")
+            described = _read_config(folder / "config.json")
+            ids, window = described.config, described.seq_len
         if generation.get("eos_token_id") is None and ids.get("eos_token_id") is not None:
             generation["eos_token_id"] = ids["eos_token_id"]
         return window, generation
-
-
-def model_index(checkpoint: Path, spec: ModelSpec, sizes: Any) -> dict[str, TensorMetadata]:
-    """Return tensor name -> metadata of the model's parameters in a checkpoint. Raises CorruptError, or a ConfigError that lists
-    the tensors that are not those of the model."""
-    index = {name: stored for name, stored in read_index(checkpoint).items() if name.startswith("model/")}
-    parameters = {f"model/{name}": p for name, p in meta_model(spec.model, sizes).named_parameters()}
-    _require_parameters(checkpoint, index, parameters)
-    return index
-
-
-def _require_parameters(folder: Path, index: Mapping[str, TensorMetadata], parameters: Tensors) -> None:
-    unknown = [f"{name} is not a parameter of this model" for name in index if name not in parameters]
-    require_match(folder, index, parameters, cast=True, problems=unknown)
-
-
-# ---------------------------------------------------------------- reading
 
 
 def file_inside(folder: Path, name: Any) -> Path:
@@ -233,7 +123,7 @@ def _parameter_index(
     originals = {parameter: name for name, parameter in parameters.items()}
     tied = {hf.name(name): parameter for name, parameter in model.named_parameters(remove_duplicate=False)}
     tied = {name: parameter for name, parameter in tied.items() if name in stored.keys() - expected.keys()}
-    _require_parameters(folder, stored, expected | tied)
+    require_parameters(folder, stored, expected | tied)
     for name, parameter in tied.items():
         original = hf.name(originals[parameter])
         if not _are_equal(folder, [(keys[n], stored[n]) for n in (name, original)]):
@@ -276,13 +166,21 @@ class HfModelFolder:
         model in this format, a model of another architecture, or tensors that are not those of the model."""
         require_model_folder(folder)
         with manifest.damage_as_config_error(folder):
-            config, own, sizes, seq_len = _read_config(folder / "config.json", spec)
-            if problem := quantization_problem(config) or weights_problem(folder):
+            model = _read_config(folder / "config.json", spec)
+            if problem := quantization_problem(model.config) or weights_problem(folder):
                 raise ConfigError("", f"{folder} {problem}")
             stored = _stored_tensors(folder)
             keys = _text_names(stored)
-            index = _parameter_index(folder, own, sizes, keys, stored)
-        return cls(folder=folder, config=config, spec=own, sizes=sizes, seq_len=seq_len, keys=keys, index=index)
+            index = _parameter_index(folder, model.spec, model.sizes, keys, stored)
+        return cls(
+            folder=folder,
+            config=model.config,
+            spec=model.spec,
+            sizes=model.sizes,
+            seq_len=model.seq_len,
+            keys=keys,
+            index=index,
+        )
 
     @cached_property
     def first_rows(self) -> Mapping[str, int]:
@@ -323,9 +221,21 @@ def read_object(file: Path) -> dict[str, Any]:
         raise ConfigError("", f"{file} is not a JSON object") from None
 
 
-def _read_config(file: Path, expected: ModelSpec | None = None) -> tuple[Mapping[str, Any], ModelSpec, Any, int]:
-    """Return the fields of a config.json that describe the text model, the first family with its type, the sizes and the context
-    window. expected: the only accepted family. Raises ConfigError."""
+@dataclass(frozen=True)
+class _DescribedModel:
+    """The text model that a config.json describes."""
+
+    config: Mapping[str, Any]
+    """The fields about this model."""
+    spec: ModelSpec
+    """The first family with the model's type."""
+    sizes: Any
+    seq_len: int
+    """Context window."""
+
+
+def _read_config(file: Path, expected: ModelSpec | None = None) -> _DescribedModel:
+    """Read a config.json. expected: the only accepted family. Raises ConfigError."""
     config = text_config(read_object(file))
     families = reversed(MODELS.values()) if expected is None else (expected,)
     types = {spec.huggingface.model_type: spec for spec in families}
@@ -335,8 +245,8 @@ def _read_config(file: Path, expected: ModelSpec | None = None) -> tuple[Mapping
             only = f"this model supports only {text_of(next(iter(types)))}"
             supported = only if expected else f"expected one of {', '.join(types)}"
             raise ValueError(f"model_type {text_of(model_type)}: {supported}")
-        hf = types[model_type].huggingface
-        return config, types[model_type], hf.sizes(config), hf.seq_len(config)
+        spec = types[model_type]
+        return _DescribedModel(config, spec, spec.huggingface.sizes(config), spec.huggingface.seq_len(config))
     except ValueError as error:
         raise ConfigError("", f"{file}: {error}") from None
 
@@ -361,8 +271,8 @@ def read_architecture(path: Path) -> tuple[str, Any]:
         require_model_folder(path)
     if problem := pointer_problem(file):
         raise ConfigError("", problem)
-    _, spec, sizes, _ = _read_config(file)
-    return family_of(spec, sizes), sizes
+    model = _read_config(file)
+    return family_of(model.spec, model.sizes), model.sizes
 
 
 def open_tensors(path: Path) -> Any:
@@ -371,89 +281,3 @@ def open_tensors(path: Path) -> Any:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
         raise ConfigError("", f"{path}: {error}") from None
-
-
-# ---------------------------------------------------------------- writing
-
-
-def read_in_chunks(
-    read: Callable[[int, int], Tensor], shape: tuple[int, ...], dtype: torch.dtype, head_dim: int, progress: Progress
-) -> Iterator[Tensor]:
-    """Yield a tensor in chunks of rows. Chunks of about _CHUNK_BYTES never split a head. read: returns rows [start, stop)."""
-    row_bytes = max(1, torch.Size(shape[1:]).numel() * dtype.itemsize)
-    num_rows = max(1, _CHUNK_BYTES // row_bytes // head_dim) * head_dim
-    for start in range(0, shape[0], num_rows):
-        chunk = read(start, min(start + num_rows, shape[0])).to(dtype)
-        yield chunk
-        progress(chunk.numel() * dtype.itemsize)
-
-
-def group_by_file(entries: list[TensorWrite], max_bytes: int) -> list[list[TensorWrite]]:
-    """Group tensors, in order, into files of at most max_bytes each. A tensor larger than max_bytes gets its own file."""
-    groups: list[list[TensorWrite]] = [[]]
-    for entry in entries:
-        if groups[-1] and sum(e.num_bytes for e in groups[-1]) + entry.num_bytes > max_bytes:
-            groups.append([])
-        groups[-1].append(entry)
-    return groups
-
-
-def export_metadata(checkpoint: Path) -> dict[str, str]:
-    """Return the metadata of the safetensors files in an export of a checkpoint. They identify the checkpoint. Raises OSError."""
-    return {"format": "pt", "meshwright_checkpoint": digest_of(checkpoint / manifest.NAME)}
-
-
-def layer_order(name: str) -> list[tuple[int, str]]:
-    """Return a sort key that places layer 10 after layer 9."""
-    return [(int(word), "") if word.isdigit() else (-1, word) for word in name.split(".")]
-
-
-def require_new_folder(folder: Path) -> None:
-    """Raise ConfigError if the folder exists and is not empty, or if it is inside a checkpoint."""
-    for outer in Path(os.path.realpath(folder)).parents:
-        if (outer / manifest.NAME).exists() and (outer / INDEX).exists():
-            message = f"{folder} is inside the checkpoint {outer}, which new files would damage; choose another path"
-            raise ConfigError("", message)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError("", f"{folder} exists and is not an empty folder; choose another path")
-
-
-def import_folder(folder: HfModelFolder, family: str, out: Path, shard_bytes: int, progress: Progress) -> None:
-    """Write the model and tokenizer of a Hugging Face folder as a checkpoint. Weights keep their stored precision. Replaces
-    `out`."""
-    entries = []
-    for name in sorted(folder.index, key=layer_order):
-        dtype, shape, read = folder.index[name].dtype, folder.index[name].shape, partial(folder.rows, name)
-        pieces = partial(read_in_chunks, read, shape, dtype, folder.sizes.head_dim, progress)
-        entries.append(TensorWrite(f"model/{name}", dtype, shape, pieces))
-    tokenizer_files = [name for name in _TOKENIZER_FILES if (folder.folder / name).exists()]
-    ids = {key: folder.config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in folder.config}
-    sizes, seq_len = asdict(folder.sizes), folder.seq_len
-    model = ModelMetadata(family, sizes, seq_len, seq_len, "", tuple(tokenizer_files), ids, {}, ())
-    carried = [GENERATION_CONFIG] * (folder.folder / GENERATION_CONFIG).exists()
-    contents = {name: folder.content(name) for name in (*tokenizer_files, *carried)}
-    write_model(out, entries, {MODEL_FILE: model.text().encode(), **contents}, shard_bytes, str(folder.folder))
-
-
-def write_model(
-    out: Path, entries: list[TensorWrite], contents: Mapping[str, bytes], shard_bytes: int, origin: str
-) -> None:
-    """Write a checkpoint that contains only a model. Replaces `out`.
-
-    Args:
-        entries: the model's parameters.
-        contents: name -> content of the other files, among them model.json.
-        shard_bytes: maximum size of a file with parameters.
-        origin: from where the model was read.
-    """
-    with atomic_folder(out) as unfinished:
-        files, stored = {}, {}
-        for i, group in enumerate(group_by_file(entries, shard_bytes)):
-            file = f"model-{i:05d}.safetensors"
-            files[file] = write_safetensors(unfinished / file, group, {})
-            stored |= {
-                e.name: TensorMetadata(e.dtype, e.shape, (Chunk(file, (0,) * len(e.shape), e.shape),)) for e in group
-            }
-        for name, content in {INDEX: index_text(stored).encode(), **contents}.items():
-            files[name] = manifest.write_file(unfinished / name, content)
-        manifest.write(unfinished, Manifest(files, {"from": origin}))

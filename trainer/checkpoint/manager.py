@@ -84,9 +84,17 @@ class CheckpointManager:
         return self._deferred or self.best.pending or is_due(step, self.config.interval_steps, self.steps)
 
     def save(self, state: TrainState, *, suspect: bool, last: bool) -> list[SaveResult]:
-        """Wait for the save in flight, start a new save, and return the results of successful saves. suspect: whether a
-        non-finite loss or gradient norm suggests that the parameters are corrupted. A suspect save is deferred to the next step.
-        At the last step, it is not deferred, but no checkpoint is deleted. Raises SaveFailed like `poll`."""
+        """Wait for the save in flight, start a new save, and return the results of successful saves.
+
+        Args:
+            state: State after the latest step.
+            suspect: Whether a non-finite loss or gradient norm suggests that the parameters are corrupted. If so, the save is
+                deferred to the next step, or at the last step, no checkpoint is deleted.
+            last: Whether the run ends after this step.
+
+        Raises:
+            SaveFailed: As in `poll`.
+        """
         if not self.config.enabled:
             return []
         results = self.wait()

@@ -8,14 +8,15 @@ from typing import Any
 
 from models.huggingface import HuggingFace
 from trainer.checkpoint import manifest
-from trainer.checkpoint.huggingface import CHAT_TEMPLATE, GENERATION_CONFIG, MODEL_FILE, ModelMetadata
 from trainer.checkpoint.manifest import CorruptError
+from trainer.checkpoint.model_metadata import CHAT_TEMPLATE, GENERATION_CONFIG, ModelMetadata
 from trainer.config import ConfigError, TokenizerConfig
 from trainer.config.model_source import TOKENIZER_FILES, published_tokenizer, saved_tokenizer
 from trainer.data.tokenizer.backends import load_tokenizer
 from trainer.data.tokenizer.byte_pair import PATTERNS
 from trainer.data.tokenizer.hf_json import is_byte_level, json_bytes
 from trainer.data.tokenizer.protocol import Tokenizer
+from trainer.system.checkpoint_folder import MODEL_FILE
 from trainer.system.files import parse_json_object
 
 _CLASS = "PreTrainedTokenizerFast"

@@ -15,8 +15,9 @@ from torch import Tensor
 from models.spec import ModelSpec
 from trainer.checkpoint import commit, manifest, resume
 from trainer.checkpoint.commit import Tensors, require_match
-from trainer.checkpoint.huggingface import HfModelFolder, ModelMetadata, model_index
+from trainer.checkpoint.huggingface import HfModelFolder
 from trainer.checkpoint.manifest import CorruptError
+from trainer.checkpoint.model_metadata import ModelMetadata, model_index
 from trainer.checkpoint.storage import Read, TensorMetadata, read_regions, read_rows, read_slice
 from trainer.config import CheckpointConfig, ConfigError, errors_about
 from trainer.config.fields import matching

@@ -2,26 +2,12 @@
 
 # ruff: noqa: F401
 
-from trainer.config.schema import (
-    ActivationCheckpointConfig,
-    CheckpointConfig,
-    CompileConfig,
-    Config,
-    ConfigError,
-    DataConfig,
-    DistributedConfig,
-    EvaluationConfig,
-    LoraConfig,
-    LrScheduleConfig,
-    MetricsConfig,
-    ModelConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    PreferenceConfig,
-    ProfilingConfig,
-    ResilienceConfig,
-    SamplesConfig,
-    TokenizerConfig,
-    TrainingConfig,
-    errors_about,
-)
+from trainer.config.errors import ConfigError, errors_about
+from trainer.config.schema.checkpoint import CheckpointConfig
+from trainer.config.schema.config import Config
+from trainer.config.schema.data import DataConfig
+from trainer.config.schema.model import LoraConfig, ModelConfig, TokenizerConfig
+from trainer.config.schema.observation import EvaluationConfig, MetricsConfig, ProfilingConfig, SamplesConfig
+from trainer.config.schema.parallel import ActivationCheckpointConfig, CompileConfig, ParallelConfig
+from trainer.config.schema.run import DistributedConfig, ResilienceConfig
+from trainer.config.schema.training import LrScheduleConfig, OptimizerConfig, PreferenceConfig, TrainingConfig

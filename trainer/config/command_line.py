@@ -10,12 +10,15 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
+from trainer.config.errors import ConfigError
 from trainer.config.fields import did_you_mean, parse_text, range_error, settings, type_name
 from trainer.config.foreign import ARGUMENTS, normalized, replacement
-from trainer.config.load import FILE_SECTIONS, load_config
+from trainer.config.load import load_config
 from trainer.config.pretrained import SHORT_FLAGS
 from trainer.config.render import help_text, to_toml
-from trainer.config.schema import Config, ConfigError, Constraint
+from trainer.config.required_files import FILE_SECTIONS
+from trainer.config.schema.config import Config
+from trainer.config.schema.constraint import Constraint
 from trainer.system.children import end_children
 from trainer.system.files import describe, folder_error
 from trainer.system.paths import path_error

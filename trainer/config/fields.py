@@ -1,4 +1,4 @@
-"""The settings declared in schema.py, with parsers and checks for their values."""
+"""The settings declared in schema/, with parsers and checks for their values."""
 
 import ast
 import difflib
@@ -7,23 +7,25 @@ import inspect
 import itertools
 import math
 import re
+import sys
 import types
 import typing
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
 import tomli
 
-from trainer.config import schema as declarations
-from trainer.config.schema import Config, ConfigError, Constraint
+from trainer.config.errors import ConfigError
+from trainer.config.schema.config import Config
+from trainer.config.schema.constraint import Constraint
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A setting that schema.py declares."""
+    """A setting that a module of schema/ declares."""
 
     section: str
     name: str
@@ -42,10 +44,11 @@ class Setting:
 
 @functools.cache
 def settings() -> Mapping[str, Setting]:
-    """Return "section.name" -> Setting, in the order of schema.py."""
-    docs = _docstrings()
+    """Return "section.name" -> Setting, in the order of `Config`."""
+    sections = vars(Config())
+    docs = _docstrings({type(values).__module__ for values in sections.values() if is_dataclass(values)})
     declared: dict[str, Setting] = {}
-    for section, values in vars(Config()).items():
+    for section, values in sections.items():
         cls = type(values)
         types_ = typing.get_type_hints(cls)  # empty for Config.origins, which is not a section
         for name, hint in typing.get_type_hints(cls, include_extras=True).items():
@@ -61,10 +64,11 @@ def settings() -> Mapping[str, Setting]:
     return declared
 
 
-def _docstrings() -> dict[str, str]:
-    """Return "Class.field" -> docstring that follows the field in schema.py."""
+def _docstrings(modules: Iterable[str]) -> dict[str, str]:
+    """Return "Class.field" -> docstring that follows the field, for the classes of these modules."""
     docs = {}
-    for cls in (node for node in ast.parse(inspect.getsource(declarations)).body if isinstance(node, ast.ClassDef)):
+    trees = (ast.parse(inspect.getsource(sys.modules[name])) for name in modules)
+    for cls in (node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)):
         for member, text in itertools.pairwise(cls.body):
             match member, text:
                 case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(doc))):

@@ -17,8 +17,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
+from trainer.config.errors import ConfigError
 from trainer.config.packages import require_package
-from trainer.config.schema import ConfigError
 from trainer.system import console
 from trainer.system.files import atomic_write, file_lock, read_json_object
 from trainer.system.model_folder import published_problem, weights_problem

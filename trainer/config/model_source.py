@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trainer.config.schema import ConfigError
+from trainer.config.errors import ConfigError
 from trainer.system.checkpoint_folder import MODEL_FILE, STATE_FILE, is_checkpoint, latest_per_step, step_of
 from trainer.system.files import folder_error, read_json_object
 from trainer.system.model_folder import folder_problem

@@ -5,7 +5,7 @@ import importlib.util
 import sys
 from types import ModuleType
 
-from trainer.config.schema import ConfigError
+from trainer.config.errors import ConfigError
 
 
 def require_package(name: str, setting: str) -> ModuleType:

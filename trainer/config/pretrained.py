@@ -9,6 +9,7 @@ from typing import Any
 import tomli
 
 from trainer.config import hub
+from trainer.config.errors import ConfigError, errors_about
 from trainer.config.fields import did_you_mean
 from trainer.config.model_source import (
     TOKENIZER_FILES,
@@ -19,7 +20,7 @@ from trainer.config.model_source import (
     template_file,
     tokenizer_settings,
 )
-from trainer.config.schema import Config, ConfigError, errors_about
+from trainer.config.schema.config import Config
 from trainer.system.checkpoint_folder import is_checkpoint
 from trainer.system.paths import split_best
 

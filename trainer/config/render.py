@@ -5,10 +5,12 @@ from operator import attrgetter
 
 import tomli
 
+from trainer.config.errors import ConfigError
 from trainer.config.fields import Setting, settings, type_name
 from trainer.config.foreign import FOREIGN, PROJECTS
 from trainer.config.pretrained import is_from_pretrained
-from trainer.config.schema import Config, ConfigError, toml_value
+from trainer.config.schema.config import Config
+from trainer.config.toml_text import toml_value
 
 
 def to_toml(config: Config, show_origins: bool = False) -> str:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.checkpoint.adapter import AdapterSource, open_weights
-from trainer.checkpoint.huggingface import CHAT_TEMPLATE, ModelMetadata
+from trainer.checkpoint.model_metadata import CHAT_TEMPLATE, ModelMetadata
 from trainer.checkpoint.tokenizer_files import load_checkpoint_tokenizer, load_hf_tokenizer
 from trainer.checkpoint.weights import WeightSource
 from trainer.config import ConfigError

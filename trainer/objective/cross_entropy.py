@@ -4,7 +4,7 @@ parallelism, each rank computes only the logits of its own vocabulary rows."""
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -93,6 +93,17 @@ def chunk_starts(num_tokens: int, chunk_tokens: int) -> Sequence[int]:
     return range(0, num_tokens, chunk_tokens)
 
 
+class _Results(NamedTuple):
+    """Token losses and their gradients. A gradient is None if it is not computed."""
+
+    losses: Tensor
+    """(tokens,), fp32."""
+    grad_hidden: Tensor | None
+    """(tokens, dim). Partial: its sum over the ranks is the full gradient."""
+    grad_weight: Tensor | None
+    """(rows, dim), fp32."""
+
+
 @dataclass(frozen=True)
 class _Projection:
     """The output projection of one microbatch, applied to a few tokens at a time."""
@@ -106,9 +117,7 @@ class _Projection:
     chunk_tokens: int
     compiled: bool
 
-    def run(
-        self, hidden: Tensor, weight: Tensor, grad_losses: Tensor | None, trains_weight: bool
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def run(self, hidden: Tensor, weight: Tensor, grad_losses: Tensor | None, trains_weight: bool) -> _Results:
         """Compute the token losses and their gradients, chunk by chunk.
 
         Args:
@@ -116,10 +125,6 @@ class _Projection:
             weight: This rank's vocabulary rows, (rows, dim).
             grad_losses: Gradient of each token's loss, (tokens, 1). None: no gradients are computed.
             trains_weight: Whether to compute the gradient of the weight.
-
-        Returns:
-            The token losses, (tokens,) in fp32; the gradient of hidden, partial: its sum over the ranks is the full gradient;
-            and the gradient of weight in fp32. The gradients are None if they are not computed.
         """
         compute = _compiled_losses_and_gradient() if self.compiled and self.group is None else _losses_and_gradient
         losses = hidden.new_empty(hidden.shape[0], dtype=torch.float32)
@@ -127,17 +132,17 @@ class _Projection:
         if grad_losses is not None:
             grad_hidden = torch.empty_like(hidden)
             grad_weight = torch.empty_like(weight, dtype=torch.float32) if trains_weight else None
-        options = self.first_row, self.group, self.softcap
+        shard = self.first_row, self.group
         for start in chunk_starts(hidden.shape[0], self.chunk_tokens):
             chunk = slice(start, start + self.chunk_tokens)
             grads = None if grad_losses is None else grad_losses[chunk]
-            losses[chunk], grad_logits = compute(hidden[chunk], weight, self.labels[chunk], *options, grads)
+            losses[chunk], grad_logits = compute(hidden[chunk], weight, self.labels[chunk], *shard, self.softcap, grads)
             if grad_hidden is not None:
                 torch.mm(grad_logits, weight, out=grad_hidden[chunk])
             if grad_weight is not None:
                 addmm_fp32(grad_weight, grad_logits.T, hidden[chunk], is_first=start == 0)
             del grad_logits  # before the next chunk's logits are allocated
-        return losses, grad_hidden, grad_weight
+        return _Results(losses, grad_hidden, grad_weight)
 
 
 class _SummedLoss(torch.autograd.Function):
@@ -149,11 +154,11 @@ class _SummedLoss(torch.autograd.Function):
         """needs_gradient: whether a backward follows."""
         cast = weight.to(hidden.dtype)
         ones = hidden.new_ones(hidden.shape[0], 1, dtype=torch.float32) if needs_gradient else None
-        losses, grad_hidden, grad_weight = projection.run(hidden, cast, ones, ctx.needs_input_grad[1])
+        results = projection.run(hidden, cast, ones, ctx.needs_input_grad[1])
         if needs_gradient:
-            ctx.save_for_backward(grad_hidden, grad_weight)
+            ctx.save_for_backward(results.grad_hidden, results.grad_weight)
             ctx.weight_dtype = weight.dtype
-        return losses.sum()
+        return results.losses.sum()
 
     @staticmethod
     def backward(ctx, grad_total: Tensor):
@@ -173,14 +178,15 @@ class _TokenLosses(torch.autograd.Function):
     def forward(ctx, hidden: Tensor, weight: Tensor, projection: _Projection) -> Tensor:
         ctx.save_for_backward(hidden, weight)
         ctx.projection = projection
-        return projection.run(hidden, weight.to(hidden.dtype), None, trains_weight=False)[0]
+        return projection.run(hidden, weight.to(hidden.dtype), None, trains_weight=False).losses
 
     @staticmethod
     def backward(ctx, grad_losses: Tensor):
         hidden, weight = ctx.saved_tensors
         cast = weight.to(hidden.dtype)
-        _, grad_hidden, grad_weight = ctx.projection.run(hidden, cast, grad_losses[:, None], ctx.needs_input_grad[1])
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None
+        results = ctx.projection.run(hidden, cast, grad_losses[:, None], ctx.needs_input_grad[1])
+        grad_weight = None if results.grad_weight is None else results.grad_weight.to(weight.dtype)
+        return results.grad_hidden, grad_weight, None
 
 
 def _local_projection(
@@ -209,9 +215,8 @@ def token_losses(
 ) -> Tensor:
     """Return the cross-entropy of each token, (batch, seq) in fp32, which is zero for tokens without a target. The arguments are
     those of CrossEntropyHead and of its call."""
-    return _TokenLosses.apply(*_local_projection(labels, hidden, weight, softcap, chunk_tokens, compiled)).view_as(
-        labels
-    )
+    args = _local_projection(labels, hidden, weight, softcap, chunk_tokens, compiled)
+    return _TokenLosses.apply(*args).view_as(labels)
 
 
 class CrossEntropyHead:

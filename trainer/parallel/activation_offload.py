@@ -2,10 +2,10 @@
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from trainer.parallel.activation_checkpoint import Forward
@@ -20,6 +20,11 @@ class InputOffloader:
         self.transfer = HostTransfer(device)
         self.free_buffers: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = defaultdict(list)
         self.newest: Callable[[], _OffloadedInput | None] = lambda: None
+
+    def apply(self, blocks: Sequence[nn.Module]) -> None:
+        """Offload the inputs of these blocks of one stage, in place. blocks: in the order of forward."""
+        for i, block in enumerate(blocks):
+            block.forward = self.wrap(block.forward, is_first=i == 0)
 
     def wrap(self, forward: Forward, is_first: bool) -> Forward:
         """Return a forward that offloads the block's first argument. The other arguments are not offloaded, because all blocks

@@ -28,28 +28,38 @@ class ParallelDims:
     def from_config(cls, config: ParallelConfig, world_size: int) -> "ParallelDims":
         """Return the degrees, with dp_shard = -1 resolved. Raises ConfigError if their product is not the world size."""
         degrees = {name: getattr(config, name) for name in ("pp", "dp_replicate", "cp", "tp")}
-        others = 1
         wanted = max(config.dp_shard, 1) * math.prod(degrees.values())
-        start = f"; for {wanted} ranks: NGPU={wanted} ./run_llama_train.sh, or plan.py --world-size {wanted}"
-        start *= wanted > world_size
+        hint = ""
+        if wanted > world_size:
+            hint = f"; for {wanted} ranks: NGPU={wanted} ./run_llama_train.sh, or plan.py --world-size {wanted}"
+        others = 1  # product of the degrees so far
         for name, degree in degrees.items():
-            if config.dp_shard == -1 and world_size % (others * degree):
-                product = f"x {others} (product of the other degrees) = {others * degree} " * (others > 1)
-                raise ConfigError(f"parallel.{name}", f"{product}must divide the number of ranks, {world_size}{start}")
-            others *= degree
+            product = others * degree
+            if config.dp_shard == -1 and world_size % product:
+                factors = f"x {others} (product of the other degrees) = {product} " if others > 1 else ""
+                raise ConfigError(f"parallel.{name}", f"{factors}must divide the number of ranks, {world_size}{hint}")
+            others = product
         dp_shard = world_size // others if config.dp_shard == -1 else config.dp_shard
-        if others * dp_shard != world_size:
-            factors = " ".join(f"x {name} {degree}" for name, degree in degrees.items() if degree > 1)
-            product = f"{factors} = {others * dp_shard} " * (others > 1)
-            message = f"{product}must equal the number of ranks, {world_size}; -1 uses all remaining ranks{start}"
+        total = others * dp_shard
+        if total != world_size:
+            above_1 = " ".join(f"x {name} {degree}" for name, degree in degrees.items() if degree > 1)
+            factors = f"{above_1} = {total} " if above_1 else ""
+            message = f"{factors}must equal the number of ranks, {world_size}; -1 uses all remaining ranks{hint}"
             raise ConfigError("parallel.dp_shard", message)
         dims = cls(**degrees, dp_shard=dp_shard, world_size=world_size)
-        reshard = config.reshard_after_forward
-        if isinstance(reshard, int) and (dims.fsdp % reshard or reshard == dims.fsdp):
-            product = f"dp_shard {dims.dp_shard}" + f" x cp {dims.cp} = {dims.fsdp}" * (dims.cp > 1)
-            message = f"must divide {product} and be below {dims.fsdp}; 'always' reshards over all {dims.fsdp} ranks"
-            raise ConfigError("parallel.reshard_after_forward", message)
+        dims.require_groups_for(config.reshard_after_forward)
         return dims
+
+    def require_groups_for(self, reshard_after_forward: str | int) -> None:
+        """Raise ConfigError if the ranks of FSDP do not consist of several groups of this number of ranks."""
+        if isinstance(reshard_after_forward, str):
+            return
+        if self.fsdp % reshard_after_forward or reshard_after_forward == self.fsdp:
+            ranks = f"dp_shard {self.dp_shard}"
+            if self.cp > 1:
+                ranks += f" x cp {self.cp} = {self.fsdp}"
+            message = f"must divide {ranks} and be below {self.fsdp}; 'always' reshards over all {self.fsdp} ranks"
+            raise ConfigError("parallel.reshard_after_forward", message)
 
     @property
     def batch(self) -> int:
@@ -81,15 +91,16 @@ class Meshes:
 
         def mesh(**axes: int) -> DeviceMesh:
             ranks = torch.arange(dims.world_size).view(tuple(axes.values()))
-            names = [name if size > 1 else "one_rank" for name, size in axes.items()]
-            for axis, name in enumerate(names):
+            group_names = [name if size > 1 else "one_rank" for name, size in axes.items()]
+            for axis, name in enumerate(group_names):
                 if name not in groups:
+                    # One row of ranks for each position on the other axes.
                     partition = ranks.movedim(axis, -1).flatten(0, -2).tolist()
                     groups[name] = _new_group(partition, f"mesh_{name}", timeout)
                     if timeout is not None and groups[name].size() > 1:
                         lift_torch_limit(groups[name])
-            of_axes = [groups[name] for name in names]
-            return DeviceMesh.from_group(of_axes, device.type, ranks, mesh_dim_names=tuple(axes))
+            axis_groups = [groups[name] for name in group_names]
+            return DeviceMesh.from_group(axis_groups, device.type, ranks, mesh_dim_names=tuple(axes))
 
         self.model = mesh(pp=dims.pp, dp_replicate=dims.dp_replicate, fsdp=dims.fsdp, tp=dims.tp)
         """Mesh that assigns the parameters to ranks."""

@@ -72,23 +72,23 @@ def parallelize(
     offloader = InputOffloader(torch.device(meshes.model.device_type))
     model_parts = {}
     for stage in stages:
+        policies = {str(index): recompute_policy(index, checkpointing, gathers, compiled) for index in stage.blocks}
+        recompute_gathers = {name for name, policy in policies.items() if policy == "gathers"}
         with torch.device("meta"):
             model = make_model()
         prune_to_stage(model, plan, stage)
         if not compiled:
             apply_gated_products(model)
             apply_complex_rotation(model)
-        policies = {str(index): recompute_policy(index, checkpointing, gathers, compiled) for index in stage.blocks}
-        recompute_gathers = {name for name, policy in policies.items() if policy == "gathers"}
         if tp.size() > 1:
             apply_tensor(model, plan, tp, parallel.sequence_parallel, recompute_gathers)
         adapt(model)
         apply_attention(model, plan, cp, seq_len, document_mask, DTYPES[dtype], attention_backend, recompute_gathers)
-        offloaded = [name for name, policy in policies.items() if policy == "all" and checkpointing.offload_inputs]
-        for name, block in model.get_submodule(plan.blocks_path).named_children():
+        blocks = dict(model.get_submodule(plan.blocks_path).named_children())
+        for name, block in blocks.items():
             block.forward = block_forward(block.forward, policies[name], checkpointing, compiled, tp.size() > 1)
-            if name in offloaded:
-                block.forward = offloader.wrap(block.forward, is_first=name == offloaded[0])
+        if checkpointing.offload_inputs:
+            offloader.apply([block for name, block in blocks.items() if policies[name] == "all"])
         if sharded:
             apply_fsdp(model, plan, meshes.model, parallel, dtype)
         else:

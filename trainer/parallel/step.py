@@ -17,6 +17,16 @@ from trainer.runtime.distributed import sum_over
 from trainer.runtime.phases import PhaseTimer
 
 
+@dataclass(frozen=True)
+class EvaluationSums:
+    """Sums over the terms of some microbatches, on all ranks."""
+
+    sums: dict[str, Tensor]
+    """Sums of the loss and of the objective's metrics, by name."""
+    num_terms: Tensor
+    """Number of the terms, a scalar."""
+
+
 @dataclass(kw_only=True, eq=False)
 class Step(ABC):
     """Forward and backward over microbatches. Returned values are global: they are identical on every rank."""
@@ -34,15 +44,20 @@ class Step(ABC):
 
     def __call__(self, microbatches: Sequence[Batch], num_terms: Tensor) -> dict[str, Tensor]:
         """Run forward and backward. Return the means of the loss and of the objective's metrics over the terms, by name.
-        num_terms: global number of the objective's terms, a scalar."""
+
+        Args:
+            microbatches: This rank's microbatches, with full sequences.
+            num_terms: Number of the objective's terms on all ranks, a scalar.
+        """
         results = self._forward_backward(microbatches, num_terms.clamp(min=1))  # a batch may be all padding
         self.phases.start("reduction")
         return by_name(self.objective, self._sum(results, self.objective))
 
-    def evaluate(self, microbatches: Sequence[Batch]) -> tuple[dict[str, Tensor], Tensor]:
-        """Return the sums of the loss and of the objective's metrics over the terms, by name, and the number of terms."""
+    def evaluate(self, microbatches: Sequence[Batch]) -> EvaluationSums:
+        """Run forward. Return what the means of these microbatches and of others are computed from."""
         sums = self.read(microbatches, self.objective)
-        return by_name(self.objective, sums), count_terms(microbatches, self.objective, self.batch_group)
+        num_terms = count_terms(microbatches, self.objective, self.batch_group)
+        return EvaluationSums(by_name(self.objective, sums), num_terms)
 
     @torch.no_grad()
     def read(self, microbatches: Sequence[Batch], readout: Readout) -> Tensor:

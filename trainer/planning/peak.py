@@ -5,7 +5,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from trainer.config import ConfigError
-from trainer.config.load import check_combinations
+from trainer.config.rules import check_combinations
 from trainer.planning.estimate import RunEstimate
 from trainer.planning.recorder import ExecutionPoint
 from trainer.planning.simulate import Simulation, without_compiler

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from trainer.config import Config, ConfigError
-from trainer.config.load import check_combinations
-from trainer.config.schema import toml_value
+from trainer.config.rules import check_combinations
+from trainer.config.toml_text import toml_value
 from trainer.parallel.pipeline import stages_per_rank
 from trainer.planning.estimate import Hardware, RunEstimate, margin_bytes, representative_ranks
 from trainer.planning.roofline import pipeline_bubble, step_time

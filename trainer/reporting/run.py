@@ -11,7 +11,7 @@ from typing import Any
 from trainer.config import ConfigError
 from trainer.config.fields import settings
 from trainer.config.render import setting_texts
-from trainer.config.schema import toml_value
+from trainer.config.toml_text import toml_value
 from trainer.reporting.records import Records, read_records
 from trainer.run.sinks.sink import METRICS_FILE
 from trainer.system.checkpoint_folder import LARGEST_CONFIG

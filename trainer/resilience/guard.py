@@ -177,6 +177,18 @@ class DivergenceWarning:
             )
 
 
+@dataclass(frozen=True)
+class _Unread:
+    """An outcome that the host has not read yet."""
+
+    step: int
+    cursor: int
+    packed: Tensor
+    """The packed outcome, in host memory."""
+    copied: Event | None
+    """It completes when `packed` is filled. None: `packed` is filled."""
+
+
 class StepMonitor:
     """Monitor that reads step outcomes and applies the policy for skipped steps. On a GPU, it reads each outcome one step late,
     so that the host does not wait for the device."""
@@ -187,9 +199,7 @@ class StepMonitor:
         self.late = device.type != "cpu"
         self.transfer = HostTransfer(device)
         self.divergence = DivergenceWarning()
-        self.unread: deque[tuple[int, int, Tensor, Event | None]] = deque()
-        """Step, cursor, packed outcome in host memory and event of each unread outcome. The event, if any, completes when the
-        tensor is filled."""
+        self.unread: deque[_Unread] = deque()
 
     def observe(self, state: TrainState, outcome: Tensor, now: bool) -> Verdict:
         """Read outcomes, log skipped steps and apply the policy.
@@ -209,7 +219,7 @@ class StepMonitor:
         if outcome.device.type != "cpu":
             packed = self.transfer.host_like(outcome, outcome.dtype)
             copied = self.transfer.copy([packed], [outcome])
-        self.unread.append((state.step, state.cursor, packed, copied))
+        self.unread.append(_Unread(state.step, state.cursor, packed, copied))
         outcomes = self._read(now)
         stop = any(o.stop for o in outcomes)
         if stop:
@@ -217,18 +227,22 @@ class StepMonitor:
         failed = [o for o in outcomes if should_roll_back(self.config, o, state.rollbacks)]
         if failed:
             self._read(now=True)  # the rollback discards these steps
-        latest = outcomes[-1] if outcomes else None
-        return Verdict(latest, failed[0] if failed else None, stop and not outcomes[-1].skipped)
+        return Verdict(
+            outcome=outcomes[-1] if outcomes else None,
+            roll_back=failed[0] if failed else None,
+            stop=stop and not outcomes[-1].skipped,
+        )
 
     def _read(self, now: bool) -> list[StepOutcome]:
         """Return the unread outcomes, oldest first, and log a warning for each skipped step. On a GPU, the newest outcome stays
         unread unless `now` is true."""
         outcomes = []
-        while len(self.unread) > (1 if self.late and not now else 0):
-            step, cursor, packed, copied = self.unread.popleft()
-            if copied is not None:
-                copied.synchronize()
-            outcome = StepOutcome.unpack(step, cursor, packed)
+        left = 1 if self.late and not now else 0
+        while len(self.unread) > left:
+            unread = self.unread.popleft()
+            if unread.copied is not None:
+                unread.copied.synchronize()
+            outcome = StepOutcome.unpack(unread.step, unread.cursor, unread.packed)
             if outcome.skipped:
                 counts = f"{outcome.consecutive_skips} in a row, {outcome.total_skips} in total"
                 console.warning(f"{outcome}; update skipped ({counts})")

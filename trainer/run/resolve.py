@@ -9,8 +9,8 @@ from models import MODELS
 from models.sizes import text_of
 from models.spec import ModelSpec, ParallelPlan, SizeError, meta_model
 from trainer.adapters.select import TrainedParameters, require_trained_vocabulary, select_parameters
-from trainer.checkpoint.adapter import PeftNames, require_peft_support
 from trainer.checkpoint.huggingface import read_architecture
+from trainer.checkpoint.peft import PeftNames, require_peft_support
 from trainer.config import Config, ConfigError, ModelConfig, ProfilingConfig, errors_about
 from trainer.config.fields import Setting, coerce, did_you_mean, parse_text, settings, type_name
 from trainer.config.pretrained import is_from_pretrained

@@ -16,13 +16,8 @@ import torch.distributed as dist
 from trainer.adapters.select import SCALE_SETTINGS
 from trainer.checkpoint import resume
 from trainer.checkpoint.export import export_run
-from trainer.checkpoint.huggingface import (
-    CHAT_TEMPLATE,
-    GENERATION_CONFIG,
-    MODEL_FILE,
-    ModelMetadata,
-    window_and_generation,
-)
+from trainer.checkpoint.huggingface import window_and_generation
+from trainer.checkpoint.model_metadata import CHAT_TEMPLATE, GENERATION_CONFIG, ModelMetadata
 from trainer.checkpoint.resume import ResumePoint
 from trainer.config import Config, ConfigError, errors_about
 from trainer.config.model_source import resolve_checkpoint
@@ -34,6 +29,7 @@ from trainer.runtime import device as devices
 from trainer.runtime.distributed import run_on_rank_0
 from trainer.state import TrainState
 from trainer.system import console
+from trainer.system.checkpoint_folder import MODEL_FILE
 from trainer.system.environment import environment
 from trainer.system.files import atomic_write, existing_part, file_error, folder_error, lock_holder, try_lock
 

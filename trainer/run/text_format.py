@@ -21,6 +21,11 @@ class TextFormat:
     end_of_turn: tuple[int, ...]
     """Ids of the tokens that end an answer in a conversation."""
 
+    @property
+    def is_chat(self) -> bool:
+        """Whether the run trains on conversations."""
+        return bool(self.chat_template)
+
 
 def load_text_format(config: Config, resolved: ResolvedRun) -> TextFormat:
     """Load the tokenizer on each rank, and the chat template on rank 0, collectively. Raises ConfigError if one of them cannot be

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from trainer.config import ConfigError
-from trainer.config.schema import DeviceChoice
+from trainer.config.schema.run import DeviceChoice
 from trainer.runtime.accelerators import ACCELERATORS
 from trainer.system import console
 from trainer.system.process import cores, local_rank, spins

@@ -7,7 +7,8 @@ from dataclasses import dataclass, fields
 from models import MODELS
 from trainer.config import Config, ConfigError, ParallelConfig
 from trainer.config.fields import did_you_mean
-from trainer.config.load import load_config, parse_argv
+from trainer.config.flags import parse_argv
+from trainer.config.load import load_config
 from trainer.parallel.pipeline import SCHEDULES, min_microbatches
 from trainer.run.resolve import resolve
 

@@ -27,7 +27,7 @@ from trainer.build import build_trainer
 from trainer.config import Config, ConfigError
 from trainer.config.fields import settings
 from trainer.config.load import load_config
-from trainer.config.schema import toml_value
+from trainer.config.toml_text import toml_value
 from trainer.run.resolve import resolve
 from trainer.system.files import read_json_lines
 from trainer.testing.bugs import BUGS, Bug

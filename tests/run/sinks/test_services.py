@@ -412,7 +412,7 @@ def test_a_server_of_mlflow_that_is_killed_and_restarted_gets_all_values(tmp_pat
 
 @pytest.mark.parametrize("name", SERVICES)
 def test_an_absent_package_is_one_line_before_the_run_starts(tiny, monkeypatch, name):
-    monkeypatch.setattr("trainer.config.load.is_installed", lambda package: False)
+    monkeypatch.setattr("trainer.config.required_files.is_installed", lambda package: False)
     with pytest.raises(ConfigError) as error:
         load_config([*tiny, "--metrics.sinks", f"jsonl,{name}"])
     assert str(error.value) == (

@@ -1,8 +1,7 @@
 """Encoding of conversations as tokens and a loss mask, by a chat template and a tokenizer.
 
 A template renders a conversation as text. If the template itself writes the name of a special token, the name is encoded as that
-token. In messages, this applies only to the names in data.allowed_special; all other text is encoded as plain text. The prompt
-and each answer are tokenized separately, exactly as at inference.
+token. In messages, this applies only to the names in data.allowed_special; all other text is encoded as plain text.
 """
 
 import contextlib
@@ -10,9 +9,7 @@ import hashlib
 import itertools
 import json
 import re
-from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from trainer.config import ConfigError
@@ -24,28 +21,17 @@ from trainer.data.chat.markers import Marker, find_marker
 from trainer.data.chat.special_names import SpecialNames
 from trainer.data.chat.template import ChatTemplate, Rendering, TemplateFailure
 from trainer.data.chat.template_files import SETTING, fitting_template, own_template, read_template, tags_are_text
+from trainer.data.chat.tokens import NO_END_OF_TURN, RenderingEncoder, TokensAndMask
 from trainer.data.chat.written import check_written
 from trainer.data.tokenizer.protocol import Tokenizer
-from trainer.data.tokenizer.special_tokens import missing_special_tokens, reserved_names
+from trainer.data.tokenizer.special_tokens import missing_special_tokens
 
 _VERSION = 2
 """Version of the encoding. It is part of the input of ChatFormat.fingerprint."""
 _ANSWER = "An answer."
 _QUESTION = {"role": "user", "content": "A question?"}
-_NO_END_OF_TURN = "the template ends an answer without a special token, so generation would never stop"
 _MARK_THE_ANSWERS = "mark the answers with {% generation %} ... {% endgeneration %} in a copy of the template"
 _PROBE = [_QUESTION, {"role": "assistant", "content": _ANSWER}] * 2
-
-TokensAndMask = tuple[list[int], list[bool]]
-"""Token ids, and for each token whether it is a target."""
-
-
-@dataclass
-class _Encoded:
-    tokens: list[int] = field(default_factory=list)
-    targets: list[bool] = field(default_factory=list)
-    parts: list[str | int] = field(default_factory=list)
-    """The encoded text: plain texts, and ids of special tokens."""
 
 
 class ChatFormat:
@@ -71,7 +57,6 @@ class ChatFormat:
         self._ignored_fields = frozenset(ignored_fields)
         self._names = default_names if names is None else dict(names)
         self._special = {name: token for name, token in special.items() if len(name) > 1}  # one character is text
-        self._special_ids = frozenset(self._special.values())
         for name in allowed_special:
             if name not in self._special:
                 raise ConfigError("data.allowed_special", f"the tokenizer has no special token {name}")
@@ -80,6 +65,7 @@ class ChatFormat:
         known = {*self._special, *self._names.values()}
         only_known = tags_are_text(template, tokenizer.files)
         self._special_names = SpecialNames(known, allowed_special, only_known=only_known)
+        self._encoder = RenderingEncoder(tokenizer, self._special, self._special_names)
         self._template: ChatTemplate
         self._marker: Marker | None
         """Shipped template that marks the answers, if the template cannot."""
@@ -190,8 +176,8 @@ class ChatFormat:
         """Encode a document without the template. The prompt, and BOS if the tokenizer adds it, are not targets. The completion
         and EOS are targets."""
         before = [document.prompt] if document.prompt else []
-        prompt = [*self.tokenizer.prefix, *self._encode_parts(before, [])]
-        completion = [*self._encode_parts([document.completion], before), self.tokenizer.eos]
+        prompt = [*self.tokenizer.prefix, *self._encoder.encode_parts(before, [])]
+        completion = [*self._encoder.encode_parts([document.completion], before), self.tokenizer.eos]
         return prompt + completion, [False] * len(prompt) + [True] * len(completion)
 
     def encode_document(self, document: Any) -> tuple[TokensAndMask, tuple[str, ...]]:
@@ -230,7 +216,7 @@ class ChatFormat:
         answers = "".join(rendering.text[start:stop] for start, stop in turns)
         following = [*targets[1:], False]
         ends = {token for token, now, later in zip(tokens, targets, following, strict=True) if now and not later}
-        if answers.count(_ANSWER) != 2 or answers.count(_QUESTION["content"]) or not ends <= self._special_ids:
+        if answers.count(_ANSWER) != 2 or answers.count(_QUESTION["content"]) or not ends <= self._encoder.special_ids:
             reason = "must contain each answer with its end-of-turn token"
             raise self._refusal(TemplateFailure(f"the template's {{% generation %}} blocks {reason}"))
 
@@ -280,6 +266,9 @@ class ChatFormat:
                 raise TemplateFailure(reason, self._way_out(_MARK_THE_ANSWERS))
         return rendering, list(located.values()), unused, context
 
+    def _encode_rendered(self, rendering: Rendering, turns: Sequence[Turn], turn_mask: Sequence[bool]) -> TokensAndMask:
+        return self._encoder.encode(rendering, turns, turn_mask, marked=self._template.has_generation_blocks)
+
     def _locate(
         self, rendering: Rendering, data: Mapping[str, Any], add_generation_prompt: bool
     ) -> dict[int, Turn | None]:
@@ -298,78 +287,18 @@ class ChatFormat:
 
         return locate_answers(rendering, data, render_text)
 
-    # ---------------------------------------------------------------- tokens
-
-    def _encode_rendered(self, rendering: Rendering, turns: Sequence[Turn], turn_mask: Sequence[bool]) -> TokensAndMask:
-        """Encode a rendered text. turn_mask: whether each turn is a target, shape (turns,)."""
-        encoded = _Encoded()
-        end = 0
-        for (start, stop), is_target in zip(turns, turn_mask, strict=True):
-            self._extend(encoded, self._pieces(rendering, end, start), is_target=False)
-            end = self._end_of_turn(rendering, start, stop)
-            self._extend(encoded, self._pieces(rendering, start, end), is_target)
-        self._extend(encoded, self._pieces(rendering, end), is_target=False)
-        return encoded.tokens, encoded.targets
-
-    def _pieces(self, rendering: Rendering, start: int = 0, stop: int | None = None) -> Iterator[tuple[str, bool]]:
-        """Split a part of a text at the names of special tokens. Yield each piece, and whether it is such a name."""
-        return self._special_names.pieces(rendering.text[start:stop], rendering.origins[start:stop])
-
-    def _end_of_turn(self, rendering: Rendering, start: int, stop: int) -> int:
-        """Return the offset after the special token that ends the turn in text[start:stop]. If the template has generation
-        blocks, this token may begin at `stop`."""
-        pieces = list(self._pieces(rendering, start, stop))
-        tail = pieces.pop()[0] if pieces and not pieces[-1][1] else ""
-        if pieces and not tail.strip():
-            return stop - len(tail)  # exclude white space after it, such as ChatML's line end: generation stops before
-        if not self._template.has_generation_blocks:
-            raise TemplateFailure(_NO_END_OF_TURN)
-        following, is_special = next(self._pieces(rendering, stop), ("", False))
-        return stop + len(following) if is_special else stop
-
-    def _extend(self, encoded: _Encoded, pieces: Iterator[tuple[str, bool]], is_target: bool) -> None:
-        """Append the tokens of a text to `encoded`.
-
-        Args:
-            pieces: The text, from _pieces.
-            is_target: Whether its tokens are targets.
-        """
-        parts: list[str | int] = []
-        for piece, is_special in pieces:
-            if not is_special:
-                parts.append(piece)
-            elif piece in self._special:
-                parts.append(self._special[piece])
-            else:
-                raise self._missing_tokens_error([piece])
-        tokens = self._encode_parts(parts, encoded.parts)
-        encoded.parts += parts
-        encoded.tokens += tokens
-        encoded.targets += [is_target] * len(tokens)
-
-    def _encode_parts(self, parts: Sequence[str | int], before: Sequence[str | int]) -> list[int]:
-        """Encode plain texts and ids of special tokens. before: the parts that precede."""
-        try:
-            tokens = self.tokenizer.encode_parts(parts, before)
-        except ValueError as error:
-            raise TemplateFailure(str(error)) from None
-        special = Counter(token for token in tokens if token in self._special_ids)
-        if special - Counter(part for part in parts if isinstance(part, int)):
-            raise TemplateFailure("the tokenizer encodes plain text as a special token")
-        return tokens
-
     # ---------------------------------------------------------------- checks of a template
 
     def _find_end_of_turn(self) -> tuple[int, ...]:
         """Return the end-of-turn tokens. Raises TemplateFailure if the template fails or writes no such token."""
         rendering = self._render(_PROBE[:2])
-        special = [name for name, is_special in self._pieces(rendering) if is_special]
+        special = [name for name, is_special in self._encoder.pieces(rendering) if is_special]
         missing = [name for name in special if name not in self._special]
         if missing:
-            raise self._missing_tokens_error([*missing, *missing_special_tokens(self.template, self._special)])
+            raise self._encoder.missing_tokens_error([*missing, *missing_special_tokens(self.template, self._special)])
         ends = self._ends_of_answers(rendering)
         if not ends:
-            raise TemplateFailure(_NO_END_OF_TURN)
+            raise TemplateFailure(NO_END_OF_TURN)
         with contextlib.suppress(TemplateFailure):  # OLMo 3 ends earlier answers by another token
             ends += self._ends_of_answers(self._render(_PROBE))
         return tuple(dict.fromkeys(ends))
@@ -378,7 +307,7 @@ class ChatFormat:
         """Return the first special token after each answer of a rendered probe."""
         ends = []
         for answer in re.finditer(re.escape(_ANSWER), rendering.text):
-            following = self._pieces(rendering, answer.end())
+            following = self._encoder.pieces(rendering, answer.end())
             ends += [self._special[name] for name, is_special in following if is_special and name in self._special][:1]
         return ends
 
@@ -400,15 +329,6 @@ class ChatFormat:
         fitting = fitting_template(self.template, self._special, self._names)
         ways = [f'set data.chat_template = "{fitting}", which has the same special tokens'] if fitting else []
         return ", or ".join([*ways, *others])
-
-    def _missing_tokens_error(self, names: Sequence[str]) -> TemplateFailure:
-        names = list(dict.fromkeys(names))
-        reason = f"the template writes {', '.join(names)}, which the tokenizer does not have"
-        reserved = reserved_names(self._special)[: len(names)]
-        if len(reserved) < len(names):
-            return TemplateFailure(reason)
-        pairs = ", ".join(f'"{name}" = "{token}"' for name, token in zip(names, reserved, strict=True))
-        return TemplateFailure(reason, f"set tokenizer.reuse_reserved_tokens = {{ {pairs} }} to add them")
 
 
 def load_chat_format(

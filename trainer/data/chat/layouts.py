@@ -6,7 +6,7 @@ from contextlib import suppress
 from typing import Any
 
 from trainer.config.fields import did_you_mean
-from trainer.config.schema import MESSAGE_COLUMNS, MESSAGE_LISTS
+from trainer.config.schema.data import MESSAGE_COLUMNS, MESSAGE_LISTS
 from trainer.data.chat.fields import is_absent
 
 QUESTIONS = {"instruction": "output", "question": "answer"}

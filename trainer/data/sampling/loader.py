@@ -39,7 +39,7 @@ class SampleOrder:
     """Half-open ranges of the global indices to skip, in ascending order."""
 
     def global_index(self, cursor: np.ndarray) -> np.ndarray:
-        """Return the int64 global index at each cursor position. A cursor counts only samples that are not skipped."""
+        """Map cursor positions, which do not count skipped samples, to indices of the global order, which do. Both int64."""
         index = cursor.copy()
         for start, stop in self.skipped_samples:
             index += (index >= start) * (stop - start)
@@ -131,7 +131,18 @@ def training_batches(
     """Yield this rank's microbatches endlessly, starting at the cursor. A step consumes `grad_accum` microbatches.
 
     The iterator has no state to save, because the cursor determines the batches. Workers and prefetching do not change them.
-    asked_to_stop: whether the run was asked to stop, so that it must not wait for a worker that hangs. Raises LoadingFailed.
+
+    Args:
+        samples: The training data.
+        order: Order of the samples.
+        partition: Which rank reads which samples.
+        cursor: Number of consumed samples.
+        config: Workers and prefetching.
+        pin_memory: Whether the batches are in pinned memory.
+        asked_to_stop: Whether the run was asked to stop, so that it must not wait for a worker that hangs.
+
+    Raises:
+        LoadingFailed: A worker has ended, or a file cannot be read.
     """
     indices = _sample_indices(order, partition, cursor)
     if config.num_workers:
@@ -143,9 +154,7 @@ def training_batches(
     with explain_read_errors():
         for i, batch in enumerate(batches):
             (offsets,) = partition.samples(np.array([i]))
-            batch = batch._replace(
-                samples=torch.from_numpy(cursor + offsets)
-            )  # cursor positions, not positions of tokens
+            batch = batch._replace(samples=torch.from_numpy(cursor + offsets))  # their cursor positions
             yield batch.map(Tensor.pin_memory) if pin_memory else batch
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from trainer.config import ConfigError, DataConfig
-from trainer.config.schema import MESSAGE_LISTS
+from trainer.config.schema.data import MESSAGE_LISTS
 from trainer.data.sources.contents import HEAD_BYTES, recognize, recognize_json
 from trainer.data.sources.files import with_compressed
 from trainer.data.sources.source import BadDocument, Document, InvalidDocument, Span, too_long

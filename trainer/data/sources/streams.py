@@ -30,12 +30,17 @@ def open_stream(path: str) -> BinaryIO:
     """Open a file as a stream of decompressed bytes. Raises ConfigError if the package that decompresses it
     is missing. Reading raises BrokenStream if the compressed data is damaged."""
     if ends_in(path, ".gz"):
-        return io.BufferedReader(_Decompressor(path, "gzip", lambda: zlib.decompressobj(wbits=31), zlib.error))
+        return _decompressed(path, "gzip", lambda: zlib.decompressobj(wbits=31), zlib.error)
     if ends_in(path, ".zst"):
         zstandard = require_package("zstandard", "data.path")
         new_stream = zstandard.ZstdDecompressor().decompressobj
-        return io.BufferedReader(_Decompressor(path, "zstd", new_stream, zstandard.ZstdError))
+        return _decompressed(path, "zstd", new_stream, zstandard.ZstdError)
     return open(path, "rb")
+
+
+def _decompressed(path: str, format: str, new_stream: Callable[[], Any], error: type[Exception]) -> BinaryIO:
+    file = open(path, "rb")  # noqa: SIM115  closed with the decompressor
+    return io.BufferedReader(_Decompressor(file, format, new_stream, error))
 
 
 class _Decompressor(io.RawIOBase):
@@ -44,8 +49,8 @@ class _Decompressor(io.RawIOBase):
     `gzip.open` reads an empty file as an empty document, and zstandard's own reader also a truncated one; here both are errors.
     """
 
-    def __init__(self, path: str, format: str, new_stream: Callable[[], Any], error: type[Exception]):
-        self._file = open(path, "rb")  # noqa: SIM115  closed with this object
+    def __init__(self, file: BinaryIO, format: str, new_stream: Callable[[], Any], error: type[Exception]):
+        self._file = file
         self._format, self._new_stream, self._error = format, new_stream, error
         self._stream = new_stream()
         self._in_stream = True  # true at the start too, because an empty file counts as truncated

@@ -1,0 +1,212 @@
+"""Adapters in the format of the package peft."""
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from models.sizes import text_of
+from models.spec import ModelSpec, meta_model
+from trainer.adapters.select import LORA_A, LORA_B
+from trainer.checkpoint.adapter import AdapterCheckpoint
+from trainer.checkpoint.commit import Tensors, require_match
+from trainer.checkpoint.huggingface import file_inside, open_tensors, read_object
+from trainer.checkpoint.manifest import CorruptError
+from trainer.checkpoint.storage import DTYPE_OF, TensorMetadata, TensorWrite, write_safetensors
+from trainer.checkpoint.tokenizer_files import exported_files
+from trainer.checkpoint.write_model import export_metadata, layer_order
+from trainer.config import ConfigError
+from trainer.runtime.dtensor import local_region
+from trainer.system.files import atomic_folder
+
+PEFT_CONFIG, PEFT_TENSORS = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+"""Beginning of the names of tensors in peft's files."""
+_LEAVES = {LORA_A: "lora_A.weight", LORA_B: "lora_B.weight"}
+_UNSUPPORTED = (
+    *("use_dora", "lora_bias", "fan_in_fan_out", "rank_pattern", "alpha_pattern", "layer_replication"),
+    *("trainable_token_indices", "target_parameters", "use_qalora", "alora_invocation_tokens"),
+)
+"""Keys of adapter_config.json that change the meaning of an adapter. They must be absent or false."""
+
+
+class PeftNames:
+    """Names of parameters in peft's files, whose tensors may contain the rows of several parameters."""
+
+    def __init__(self, spec: ModelSpec, sizes: Any):
+        self.hf, self.head_dim, self.model = spec.huggingface, sizes.head_dim, meta_model(spec.model, sizes)
+        self.parameters = parameters = dict(self.model.named_parameters())
+        self.first_row = self.hf.first_rows(parameters)
+        """Name of a parameter -> its first row in the stored tensor."""
+        self.groups = self.hf.tensors(parameters)
+        """Name of a stored tensor of the base model -> names of the parameters whose rows it contains, in order."""
+        self.num_rows = {name: sum(parameters[p].shape[0] for p in group) for name, group in self.groups.items()}
+        """Name of a stored tensor of the base model -> number of rows."""
+
+    def base(self, name: str) -> str:
+        """Return the parameter of the base model to which a trained parameter belongs."""
+        module, _, leaf = name.rpartition(".")
+        return f"{module}.weight" if leaf in _LEAVES else name
+
+    def stored(self, name: str) -> str:
+        stored, leaf = self.hf.name(self.base(name)), name.rpartition(".")[2]
+        return _PREFIX + (f"{stored.removesuffix('weight')}{_LEAVES[leaf]}" if leaf in _LEAVES else stored)
+
+    def shape(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape of the stored tensor of a trained parameter. shape: of the parameter."""
+        rows = shape[0] if name.endswith(LORA_A) else self.num_rows[self.hf.name(self.base(name))]
+        return rows, *shape[1:]
+
+    def unsupported(self, fully: Iterable[str]) -> str:
+        """Return why peft cannot train these parameters of the model without training others, or "" if it can."""
+        uses = [parameter for _, parameter in self.model.named_parameters(remove_duplicate=False)]
+        for stored, group in self.hf.tensors(sorted(fully, key=layer_order)).items():
+            name = group[0]
+            if len(group) < len(self.groups[stored]):
+                return f"{name} is a part of {stored}, and peft cannot train a part of a tensor"
+            if sum(use is self.parameters[name] for use in uses) > 1:
+                return f"{name} is also the output weight, and peft cannot train tied embeddings"
+        return ""
+
+
+def require_peft_support(names: PeftNames, fully: Iterable[str], key: str = "") -> None:
+    """Raise ConfigError if peft cannot train these parameters of the model without training others. key: setting that requires
+    peft's format, or "" for a command."""
+    if problem := names.unsupported(fully):
+        raise ConfigError(key, f"{problem}; scripts/convert_hf.py merge writes the complete model")
+
+
+def peft_settings(folder: Path) -> dict[str, Any]:
+    """Return setting of [lora] -> value. Raises CorruptError or ConfigError if adapter_config.json does not describe a supported
+    adapter."""
+    config = read_object(folder / PEFT_CONFIG)
+    fixed = {"peft_type": ("LORA",), "bias": ("none", None)}
+    fixed |= {"init_lora_weights": (True, False, "gaussian", "eva", "orthogonal", None)}  # others change the base
+    for key, values in (fixed | dict.fromkeys(_UNSUPPORTED, (None, False, [], {}))).items():
+        if config.get(key) not in values:
+            expected = " or ".join(json.dumps(value) for value in values if value is not None)
+            raise CorruptError(f"{PEFT_CONFIG}: {key} {text_of(config.get(key))} must be {expected}")
+    scale = {"rank": config.get("r", 8), "alpha": config.get("lora_alpha", 8)}
+    return scale | {"rslora": bool(config.get("use_rslora"))}
+
+
+@torch.no_grad()
+def load_peft(folder: Path, names: PeftNames, own: Tensors, trained: Tensors) -> None:
+    """Load this rank's parameters in place.
+
+    Args:
+        own: This rank's parameters, as in load_adapter.
+        trained: As in load_adapter.
+
+    Raises:
+        CorruptError: The files are damaged.
+        ConfigError: The configuration is not supported, or the adapter is another one.
+    """
+    with open_tensors(file_inside(folder, PEFT_TENSORS)) as tensors:
+        index = {}
+        for key in tensors.keys():  # noqa: SIM118
+            stored = tensors.get_slice(key)
+            dtype = DTYPE_OF.get(stored.get_dtype(), torch.uint8)
+            index[key] = TensorMetadata(dtype, tuple(stored.get_shape()), ())
+        expected = {names.stored(n): torch.empty(names.shape(n, p.shape), device="meta") for n, p in trained.items()}
+        problems = [*filter(None, [names.unsupported(trained.keys() & names.parameters.keys())])]
+        problems += [f"{key} is not trained by this run" for key in sorted(index.keys() - expected.keys())]
+        require_match(folder, index, expected, cast=True, problems=problems)
+        # The rows are compared only now, because all tensors have the expected shapes.
+        require_match(folder, {}, {}, cast=True, problems=[*_dropped_rows(names, tensors, trained)])
+        for name, parameter in own.items():
+            value = tensors.get_tensor(names.stored(name))
+            if not name.endswith(LORA_A):
+                base = names.base(name)
+                value = value[names.first_row[base] :][: parameter.shape[0]]
+                value = names.hf.restore(base, value, names.head_dim)
+            local, region = local_region(parameter)
+            local.copy_(value[region])
+
+
+def _dropped_rows(names: PeftNames, tensors: Any, trained: Tensors) -> Iterator[str]:
+    """Yield the problem of each second matrix whose rows of parameters that the run does not train are not zero."""
+    for stored, group in names.hf.tensors(names.base(name) for name in trained if name.endswith(LORA_B)).items():
+        if len(group) < len(names.groups[stored]):
+            key = names.stored(f"{group[0].removesuffix('weight')}{LORA_B}")
+            untrained = torch.ones(names.num_rows[stored], dtype=torch.bool)
+            for name in group:
+                untrained[names.first_row[name] :][: len(names.parameters[name])] = False
+            if tensors.get_tensor(key)[untrained].any():
+                yield f"{key} has nonzero rows that are not trained by this run"
+
+
+def write_peft(checkpoint: Path, out: Path) -> None:
+    """Write the adapter of a checkpoint in the format of the package peft, with its tokenizer and chat template. If several
+    matrices are stored as one tensor, their adapters become one adapter, whose second matrix is block-diagonal. Replaces `out`.
+    Raises CorruptError or ConfigError."""
+    adapter = AdapterCheckpoint.open(checkpoint, alone=True)
+    config, names = adapter.config, PeftNames(adapter.spec, adapter.sizes)
+    require_peft_support(names, adapter.trained.fully)
+    files = exported_files(checkpoint, adapter.metadata)
+    groups = names.hf.tensors(f"{target}.weight" for target in sorted(adapter.trained.targets, key=layer_order))
+    own = names.hf.tensors(sorted(adapter.trained.fully, key=layer_order))
+
+    def own_rows(name: str) -> Tensor:
+        return names.hf.reorder(name, adapter.read(name), names.head_dim)
+
+    entries = []
+    for stored, group in groups.items():
+        target = group[0].removesuffix(".weight")
+        a, rank = adapter.index[f"model/{target}.{LORA_A}"], config.rank * len(group)
+        first_matrices = [f"{name.removesuffix('weight')}{LORA_A}" for name in group]
+        for leaf, shape, pieces in (
+            (LORA_A, (rank, a.shape[1]), partial(map, adapter.read, first_matrices)),
+            (LORA_B, (names.num_rows[stored], rank), partial(_block_diagonal, adapter, names, group)),
+        ):
+            entries.append(TensorWrite(names.stored(f"{target}.{leaf}"), a.dtype, shape, pieces))
+    for stored, group in own.items():
+        first = adapter.index[f"model/{group[0]}"]
+        shape = names.num_rows[stored], *first.shape[1:]
+        entries.append(TensorWrite(names.stored(group[0]), first.dtype, shape, partial(map, own_rows, group)))
+    fused = {stored.removesuffix(".weight"): len(group) for stored, group in groups.items() if len(group) > 1}
+    content = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(adapter.base),
+        "r": config.rank,
+        "lora_alpha": config.alpha,
+        "lora_dropout": 0.0,
+        "use_rslora": config.rslora,
+        "bias": "none",
+        "target_modules": _target_modules(names, groups),
+        "modules_to_save": [stored.removesuffix(".weight") for stored in own] or None,
+        "rank_pattern": {module: config.rank * n for module, n in fused.items()},
+        "alpha_pattern": {module: config.alpha * (n**0.5 if config.rslora else n) for module, n in fused.items()},
+        "inference_mode": True,
+    }
+    with atomic_folder(out) as folder:
+        write_safetensors(folder / PEFT_TENSORS, entries, export_metadata(checkpoint))
+        (folder / PEFT_CONFIG).write_text(json.dumps(content, indent=2) + "\n")
+        for name, file in files.items():
+            (folder / name).write_bytes(file)
+
+
+def _block_diagonal(adapter: AdapterCheckpoint, names: PeftNames, group: Sequence[str]) -> Iterator[Tensor]:
+    """Yield the matrix whose blocks are the second matrices of the group. The rows of other parameters are zero."""
+    blocks = [adapter.read(f"{name.removesuffix('weight')}{LORA_B}") for name in group]
+    rank = adapter.config.rank
+    matrix = blocks[0].new_zeros(names.num_rows[names.hf.name(group[0])], rank * len(group))
+    for i, (name, block) in enumerate(zip(group, blocks, strict=True)):
+        rows = names.hf.reorder(name, block, names.head_dim)
+        matrix[names.first_row[name] :][: len(rows), i * rank : (i + 1) * rank] = rows
+    yield matrix
+
+
+def _target_modules(names: PeftNames, stored: Iterable[str]) -> list[str]:
+    """Return the shortest names that peft recognizes: those of the modules in a layer, if all layers have the same targets."""
+    targets = {name.removesuffix(".weight") for name in stored}
+    linear = (n for n, m in names.model.named_modules() if isinstance(m, nn.Linear))
+    modules = {names.hf.name(f"{name}.weight").removesuffix(".weight") for name in linear}
+    leaves = {name.rpartition(".")[2] for name in targets}
+    is_uniform = {name for name in modules if name.rpartition(".")[2] in leaves} == targets
+    return sorted(leaves if is_uniform else targets)

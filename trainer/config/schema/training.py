@@ -1,0 +1,103 @@
+"""Settings of the optimizer steps: batches, precision, optimizer, learning rate, loss."""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from trainer.config.schema.constraint import FIXED, PER_NODE, Constraint, CountOrZero, Fraction, Steps, StepsOrZero
+
+PREFERRED = Constraint(only_with="[preference] loss != none")
+Samples = Annotated[int, Constraint(min=1, max=10**7, unit="samples")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingConfig:
+    steps: Steps = 1000
+    """Number of optimizer steps of the run."""
+    epochs: Annotated[float | None, Constraint(exclusive_min=0, max=10**6, unit="epochs")] = None
+    """Length of the run in epochs instead of in steps; one epoch has as many samples as all training datasets together. The run
+    ends with the step that completes the last epoch. "none": `steps` is the length. On the command line, either of the two
+    replaces the other in the file."""
+    seq_len: Annotated[int, Constraint(min=1, max=10**8, unit="tokens", fixed_on_resume=True)] = 2048
+    """Number of tokens in a sample."""
+    global_batch_size: Samples = 16
+    """Number of samples in one optimizer step, over all ranks and microbatches."""
+    local_batch_size: Samples = 1
+    """Number of samples in one microbatch on one data-parallel rank. Several microbatches make up the global batch."""
+    compute_dtype: Literal["bf16", "fp32"] = "bf16"
+    """Precision of forward and backward."""
+    parameter_dtype: Annotated[Literal["fp32", "bf16"], FIXED] = "fp32"
+    """Precision of the parameters between steps. bf16 needs half as much memory as fp32, but rounding loses small updates unless
+    [optimizer] offload keeps an fp32 copy."""
+    max_norm: Annotated[float | None, Constraint(exclusive_min=0)] = 1.0
+    """Maximum global gradient norm. Gradients with a larger norm are scaled down to this norm. "none": no clipping."""
+    reduce_every_microbatch: bool = False
+    """Whether to reduce gradients after each microbatch instead of once per step. This saves memory but adds communication."""
+    loss_chunk_tokens: Annotated[int, Constraint(min=1, max=10**8, unit="tokens")] = 1024
+    """Maximum number of tokens whose logits are held in memory at once."""
+    cpu_threads: Annotated[CountOrZero, PER_NODE] = 0
+    """Number of threads per rank for CPU operators, at most the node's cores; 0: `OMP_NUM_THREADS` if it is set, otherwise the
+    cores divided by the node's ranks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    name: Annotated[Literal["adamw"], FIXED] = "adamw"
+    """Name of the optimizer."""
+    lr: Annotated[float, Constraint(exclusive_min=0)] = 3e-4
+    """Peak learning rate."""
+    betas: Annotated[tuple[float, float], Constraint(min=0, max=0.999999)] = (0.9, 0.95)
+    """Decay rates of the first and the second moment."""
+    eps: Annotated[float, Constraint(exclusive_min=0)] = 1e-8
+    """Term added to the denominator of the update."""
+    weight_decay: Annotated[float, Constraint(min=0)] = 0.1
+    """Decoupled weight decay of matrices. Norms and biases are not decayed."""
+    state_dtype: Annotated[Literal["fp32", "bf16", "8bit"], FIXED] = "fp32"
+    """Precision of the moments. Updates are computed in fp32. bf16 halves the memory, but for betas above about 0.99 small
+    changes are lost to rounding. 8bit quarters the memory of matrices whose row length is a multiple of 256."""
+    offload: Literal["none", "state", "state_and_gradients"] = "none"
+    """Tensors to keep in host memory; the CPU then computes the update. "state": the moments and an fp32 copy of the parameters.
+    Gradients are copied when the update starts. "state_and_gradients": the same, but gradients are copied during backward."""
+    in_backward: bool = False
+    """Whether to update each parameter during backward, as soon as its gradient is reduced, and then free the gradient.
+    Incompatible with clipping and with skipping steps, because both need the global gradient norm before any update."""
+
+    @property
+    def frees_gradients(self) -> bool:
+        """Whether each gradient is used and freed during backward, as soon as it is reduced."""
+        return self.in_backward or self.offload == "state_and_gradients"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreferenceConfig:
+    loss: Annotated[Literal["none", "dpo", "ipo", "simpo", "orpo"], FIXED] = "none"
+    """Loss on pairs of a chosen and a rejected answer. "none": train on every target token. "dpo" and "ipo" compare the model
+    with its initial weights, and compute the log-probabilities of all answers before the first step."""
+    beta: Annotated[float, PREFERRED, Constraint(exclusive_min=0, max=1000, fixed_on_resume=True)] = 0.1
+    """Factor of the implicit rewards in "dpo" and "simpo", regularization strength in "ipo", weight of the odds ratio in "orpo".
+    Usual values: 0.1 for all losses except "simpo", which needs about 2."""
+    margin: Annotated[
+        float, Constraint(min=0, max=1000, fixed_on_resume=True, only_with="[preference] loss = simpo")
+    ] = 0.5
+    """Target difference between the rewards of the chosen and of the rejected answer (gamma in the paper)."""
+
+    @property
+    def enabled(self) -> bool:
+        return self.loss != "none"
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the loss compares the model with its initial weights."""
+        return self.loss in ("dpo", "ipo")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LrScheduleConfig:
+    name: Literal["cosine", "linear", "warmup_stable_decay", "constant", "range_test"] = "cosine"
+    """Shape of the learning rate's decay after warm-up. "constant": no decay. "range_test": the rate rises exponentially in all
+    steps, from min_lr_ratio times the peak to the peak (scripts/find_lr.py)."""
+    warmup_steps: StepsOrZero = 0
+    """Number of steps of linear warm-up to the peak learning rate."""
+    decay_steps: Annotated[StepsOrZero, Constraint(only_with="[lr_schedule] name = warmup_stable_decay")] = 0
+    """Number of steps of the final decay of "warmup_stable_decay". "cosine" and "linear" decay over all steps after warm-up."""
+    min_lr_ratio: Annotated[Fraction, Constraint(used_with="[lr_schedule] name != constant")] = 0.1
+    """Final learning rate (of "range_test": the first one), as a fraction of the peak learning rate."""

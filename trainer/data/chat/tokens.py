@@ -1,0 +1,118 @@
+"""Tokens of rendered texts, and which of them are targets."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from trainer.data.chat.answers import Turn
+from trainer.data.chat.special_names import SpecialNames
+from trainer.data.chat.template import Rendering, TemplateFailure
+from trainer.data.tokenizer.protocol import Tokenizer
+from trainer.data.tokenizer.special_tokens import reserved_names
+
+TokensAndMask = tuple[list[int], list[bool]]
+"""Token ids, and for each token whether it is a target."""
+NO_END_OF_TURN = "the template ends an answer without a special token, so generation would never stop"
+
+
+@dataclass
+class _Encoded:
+    tokens: list[int] = field(default_factory=list)
+    targets: list[bool] = field(default_factory=list)
+    parts: list[str | int] = field(default_factory=list)
+    """The encoded text: plain texts, and ids of special tokens."""
+
+
+class RenderingEncoder:
+    """Encoder of rendered texts. The prompt and each answer are tokenized separately, exactly as at inference."""
+
+    def __init__(self, tokenizer: Tokenizer, special: Mapping[str, int], names: SpecialNames):
+        """Describe the encoding.
+
+        Args:
+            tokenizer: Encodes plain text.
+            special: Name -> id of the special tokens.
+            names: Recognizes the names of special tokens in a text.
+        """
+        self.tokenizer = tokenizer
+        self.special = special
+        self.special_ids = frozenset(special.values())
+        self.names = names
+
+    def encode(
+        self, rendering: Rendering, turns: Sequence[Turn], turn_mask: Sequence[bool], marked: bool
+    ) -> TokensAndMask:
+        """Encode a rendered text. Raises TemplateFailure.
+
+        Args:
+            rendering: The text.
+            turns: Range of each answer in the text.
+            turn_mask: Whether each answer is a target, shape (turns,).
+            marked: Whether the template itself marks the answers, with generation blocks.
+        """
+        encoded = _Encoded()
+        end = 0
+        for (start, stop), is_target in zip(turns, turn_mask, strict=True):
+            self._extend(encoded, self.pieces(rendering, end, start), is_target=False)
+            end = self._end_of_turn(rendering, start, stop, marked)
+            self._extend(encoded, self.pieces(rendering, start, end), is_target)
+        self._extend(encoded, self.pieces(rendering, end), is_target=False)
+        return encoded.tokens, encoded.targets
+
+    def pieces(self, rendering: Rendering, start: int = 0, stop: int | None = None) -> Iterator[tuple[str, bool]]:
+        """Split a part of a text at the names of special tokens. Yield each piece, and whether it is such a name."""
+        return self.names.pieces(rendering.text[start:stop], rendering.origins[start:stop])
+
+    def encode_parts(self, parts: Sequence[str | int], before: Sequence[str | int]) -> list[int]:
+        """Encode plain texts and ids of special tokens. before: the parts that precede. Raises TemplateFailure."""
+        try:
+            tokens = self.tokenizer.encode_parts(parts, before)
+        except ValueError as error:
+            raise TemplateFailure(str(error)) from None
+        special = Counter(token for token in tokens if token in self.special_ids)
+        if special - Counter(part for part in parts if isinstance(part, int)):
+            raise TemplateFailure("the tokenizer encodes plain text as a special token")
+        return tokens
+
+    def missing_tokens_error(self, names: Sequence[str]) -> TemplateFailure:
+        """Return the error of a template that writes special tokens which the tokenizer does not have."""
+        names = list(dict.fromkeys(names))
+        reason = f"the template writes {', '.join(names)}, which the tokenizer does not have"
+        reserved = reserved_names(self.special)[: len(names)]
+        if len(reserved) < len(names):
+            return TemplateFailure(reason)
+        pairs = ", ".join(f'"{name}" = "{token}"' for name, token in zip(names, reserved, strict=True))
+        return TemplateFailure(reason, f"set tokenizer.reuse_reserved_tokens = {{ {pairs} }} to add them")
+
+    def _end_of_turn(self, rendering: Rendering, start: int, stop: int, marked: bool) -> int:
+        """Return the offset after the special token that ends the turn in text[start:stop]. If the template has generation
+        blocks, this token may begin at `stop`."""
+        pieces = list(self.pieces(rendering, start, stop))
+        tail = pieces.pop()[0] if pieces and not pieces[-1][1] else ""
+        if pieces and not tail.strip():
+            return stop - len(tail)  # exclude white space after it, such as ChatML's line end: generation stops before
+        if not marked:
+            raise TemplateFailure(NO_END_OF_TURN)
+        following, is_special = next(self.pieces(rendering, stop), ("", False))
+        return stop + len(following) if is_special else stop
+
+    def _extend(self, encoded: _Encoded, pieces: Iterator[tuple[str, bool]], is_target: bool) -> None:
+        """Append the tokens of a text to `encoded`.
+
+        Args:
+            encoded: What precedes the text.
+            pieces: The text, from `pieces`.
+            is_target: Whether its tokens are targets.
+        """
+        parts: list[str | int] = []
+        for piece, is_special in pieces:
+            if not is_special:
+                parts.append(piece)
+            elif piece in self.special:
+                parts.append(self.special[piece])
+            else:
+                raise self.missing_tokens_error([piece])
+        tokens = self.encode_parts(parts, encoded.parts)
+        encoded.parts += parts
+        encoded.tokens += tokens
+        encoded.targets += [is_target] * len(tokens)
