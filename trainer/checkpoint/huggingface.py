@@ -240,9 +240,14 @@ def _parameter_index(
             raise CorruptError(f"{name} differs from {original}, but config.json ties the two tensors")
     index = {}
     for name, parameter in parameters.items():
-        tensor, shape = stored[hf.name(name)], tuple(parameter.shape)
-        chunk = Chunk(tensor.chunks[0].file, (0,) * len(shape), shape)
-        index[name] = TensorMetadata(tensor.dtype, shape, (chunk,))
+        shape = tuple(parameter.shape)
+        tensors = [stored[hf.name(matrix)] for matrix in hf.matrices({name: parameter})]
+        dtypes = {tensor.dtype for tensor in tensors}
+        if len(dtypes) > 1:
+            raise CorruptError(f"{hf.name(f'{name}@0')} and the same tensor of other experts have different dtypes")
+        size = (shape[0] // len(tensors), *shape[1:])  # one matrix of a stack, or all rows
+        chunks = (Chunk(t.chunks[0].file, (i, *(0,) * len(shape[1:])), size) for i, t in enumerate(tensors))
+        index[name] = TensorMetadata(tensors[0].dtype, shape, tuple(chunks))
     return index
 
 
@@ -286,8 +291,9 @@ class HfModelFolder:
 
     @cached_property
     def first_rows(self) -> Mapping[str, int]:
-        """Return name of a parameter -> its first row in the stored tensor."""
-        return self.spec.huggingface.first_rows(dict(meta_model(self.spec.model, self.sizes).named_parameters()))
+        """Return name of a matrix -> its first row in the stored tensor. See HuggingFace.name."""
+        hf, model = self.spec.huggingface, meta_model(self.spec.model, self.sizes)
+        return hf.first_rows(hf.matrices(dict(model.named_parameters())))
 
     def content(self, name: str) -> bytes:
         """Return the content of a small file of the folder. Raises ConfigError."""
@@ -300,8 +306,15 @@ class HfModelFolder:
 
     def read(self, tensors: Any, key: str, ranges: tuple[slice, ...]) -> Tensor:
         """Read ranges of a parameter from an open file, in the row order of this project. If the rows are permuted for RoPE,
-        complete heads are read. key: name of the parameter, with or without the prefix model/."""
-        name, hf, head_dim = key.removeprefix("model/"), self.spec.huggingface, self.sizes.head_dim
+        complete heads are read. key: of a chunk of the parameter (Chunk.key), with or without the prefix model/."""
+        name, _, offsets = key.removeprefix("model/").partition("@")
+        if self.spec.huggingface.is_stack(name):
+            expert = int(offsets.split(",")[0] or 0)  # a single expert is the full stack, without offsets
+            return self._read_matrix(tensors, f"{name}@{expert}", ranges[1:])[None]
+        return self._read_matrix(tensors, name, ranges)
+
+    def _read_matrix(self, tensors: Any, name: str, ranges: tuple[slice, ...]) -> Tensor:
+        hf, head_dim = self.spec.huggingface, self.sizes.head_dim
         tensor, group = tensors.get_slice(self.keys[hf.name(name)]), head_dim if hf.is_permuted(name) else 1
         start, stop = (row + self.first_rows[name] for row in (ranges[0].start, ranges[0].stop))
         first, last = start // group * group, -(-stop // group) * group
@@ -377,11 +390,19 @@ def open_tensors(path: Path) -> Any:
 
 
 def read_in_chunks(
-    read: Callable[[int, int], Tensor], shape: tuple[int, ...], dtype: torch.dtype, head_dim: int, progress: Progress
+    read: Callable[[int, int], Tensor], shape: tuple[int, ...], dtype: torch.dtype, group: int, progress: Progress
 ) -> Iterator[Tensor]:
-    """Yield a tensor in chunks of rows. Chunks of about _CHUNK_BYTES never split a head. read: returns rows [start, stop)."""
+    """Yield a tensor in chunks of rows, of about _CHUNK_BYTES.
+
+    Args:
+        read: Function that returns rows [start, stop).
+        shape: Of the tensor.
+        dtype: Of the chunks.
+        group: Number of rows that one chunk must contain together: head_dim, if rows of a head are permuted.
+        progress: Receives the bytes of each chunk.
+    """
     row_bytes = max(1, torch.Size(shape[1:]).numel() * dtype.itemsize)
-    num_rows = max(1, _CHUNK_BYTES // row_bytes // head_dim) * head_dim
+    num_rows = max(1, _CHUNK_BYTES // row_bytes // group) * group
     for start in range(0, shape[0], num_rows):
         chunk = read(start, min(start + num_rows, shape[0])).to(dtype)
         yield chunk
@@ -424,7 +445,8 @@ def import_folder(folder: HfModelFolder, family: str, out: Path, shard_bytes: in
     entries = []
     for name in sorted(folder.index, key=layer_order):
         dtype, shape, read = folder.index[name].dtype, folder.index[name].shape, partial(folder.rows, name)
-        pieces = partial(read_in_chunks, read, shape, dtype, folder.sizes.head_dim, progress)
+        group = folder.sizes.head_dim if folder.spec.huggingface.is_permuted(name) else 1
+        pieces = partial(read_in_chunks, read, shape, dtype, group, progress)
         entries.append(TensorWrite(f"model/{name}", dtype, shape, pieces))
     tokenizer_files = [name for name in _TOKENIZER_FILES if (folder.folder / name).exists()]
     ids = {key: folder.config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in folder.config}

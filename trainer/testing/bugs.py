@@ -12,6 +12,7 @@ from torch.distributed.tensor import Replicate
 
 from models import llama
 from models.rope import rotate_halves
+from models.spec import meta_model, tensor_styles
 from trainer.adapters import apply as adapters
 from trainer.batch import Batch
 from trainer.config import Config
@@ -90,7 +91,7 @@ BUGS = {
         _head_norms_not_reduced,
         applies=lambda config, resolved: (
             any("q_norm" in name for name in resolved.trained.fully)
-            and "head_norm" in resolved.plan.tensor_block.values()
+            and "head_norm" in tensor_styles(meta_model(resolved.spec.model, resolved.sizes)).values()
         ),
         parameters="attention.",
     ),
