@@ -14,6 +14,7 @@ from torch import Generator, Tensor, nn
 from models.blocks import PreNormBlock
 from models.components import Attention, CausalMask, FeedForward, Norm, OffsetRMSNorm, Output
 from models.context import Context
+from models.moe import MixtureOfExperts
 from models.sizes import Sizes
 from models.spec import Head, LayerKind, ParallelPlan, multiply_adds
 
@@ -115,6 +116,7 @@ class Decoder(nn.Module):
             tensor=self.TENSOR,
             tp_divisible=("n_heads", "n_kv_heads")
             + ("hidden_dim",) * any(isinstance(m, FeedForward) for m in self.modules()),
+            has_experts=any(isinstance(m, MixtureOfExperts) for m in self.modules()),
             attention="attention.core",
             masks="masks",
             kinds=self.kinds,

@@ -114,6 +114,8 @@ class ParallelPlan:
     """Name of a module outside the blocks -> its tensor-parallel style, a key of styles() in trainer/parallel/tensor.py."""
     tp_divisible: tuple[str, ...]
     """Names of the sizes that the tensor-parallel degree must divide."""
+    has_experts: bool
+    """Whether blocks contain mixtures of experts."""
     attention: str
     """Name of the replaceable attention kernel inside a block. The kernel has no parameters. Its forward is (q, k, v, mask) ->
     output, where k and v cover the full sequence."""

@@ -93,7 +93,7 @@ Fraction = Annotated[float, Constraint(min=0, max=1)]
 DeviceChoice = Literal["auto", "gpu", "cpu"]
 ModelFamily = Literal[
     "llama2", "llama3", "llama3.1", "llama3.2", "qwen2.5", "qwen3", "mistral", "ministral3", "smollm3", "olmo2", "olmo3",
-    "granite3", "gemma2", "gemma3", "phi",
+    "granite3", "gemma2", "gemma3", "phi", "mixtral", "olmoe", "qwen3-moe",
 ]  # fmt: skip
 """The keys of MODELS in models/__init__.py, which imports torch."""
 Saveable = Literal["matmuls", "attention", "reduce_scatters"]
@@ -394,6 +394,9 @@ class ParallelConfig:
     """Number of ranks over which each matrix is sharded (tensor parallelism)."""
     pp: Degree = 1
     """Number of groups of ranks over which the layers are partitioned (pipeline parallelism)."""
+    ep: Degree = 1
+    """Number of ranks over which the experts of a layer are partitioned (expert parallelism). It is no factor of the number of
+    ranks, but a divisor of dp_shard x cp x tp: these ranks share the experts, which tensor parallelism does not split."""
     sequence_parallel: Annotated[bool, Constraint(used_with="[parallel] tp > 1")] = True
     """Whether tensor-parallel ranks split the residual stream along the sequence; false: each rank holds the complete stream."""
     async_tensor_parallel: bool = False

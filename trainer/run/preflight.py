@@ -49,7 +49,7 @@ def minimum_memory(config: Config, resolved: ResolvedRun, count: int, frozen: in
     accumulated = 0
     if resolved.grad_accum > 1 and not config.training.reduce_every_microbatch:
         # FSDP accumulates gradients that are neither reduced nor sharded. Without FSDP, the sum of more than two is fp32.
-        sharded = shards_parameters(resolved.dims.dp_replicate * fsdp, parallel)
+        sharded = shards_parameters(resolved.dims, resolved.plan, parallel)
         width = DTYPES[parallel.reduce_dtype].itemsize if sharded else 4 * (resolved.grad_accum > 2)
         accumulated = count * fsdp * width
     if parallel.cpu_offload:
