@@ -96,7 +96,7 @@ ModelFamily = Literal[
     "granite3", "gemma2", "gemma3", "phi", "mixtral", "olmoe", "qwen3-moe",
 ]  # fmt: skip
 """The keys of MODELS in models/__init__.py, which imports torch."""
-Saveable = Literal["matmuls", "attention", "reduce_scatters"]
+Saveable = Literal["matmuls", "attention", "reduce_scatters", "exchanges"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -430,8 +430,8 @@ class ActivationCheckpointConfig:
     mode: Literal["none", "full", "selective", "budget"] = "none"
     """Activations that blocks recompute in backward. "none": no activations; "full": all activations; "selective": all except the
     results of operators in `save`; "budget": activations that the compiler selects to meet memory_budget."""
-    save: Annotated[tuple[Saveable, ...], SELECTIVE] = ("matmuls", "attention", "reduce_scatters")
-    """Operators whose results are saved for backward instead of being recomputed."""
+    save: Annotated[tuple[Saveable, ...], SELECTIVE] = ("matmuls", "attention", "reduce_scatters", "exchanges")
+    """Operators whose results are saved for backward instead of being recomputed. "exchanges": of rows between experts' ranks."""
     save_every_nth_matmul: Annotated[Count, SELECTIVE] = 1
     """Interval n: if `save` contains "matmuls", the result of only every n-th matmul of a block is saved."""
     every_n_blocks: Annotated[Count, Constraint(used_with="[activation_checkpoint] mode = full or selective")] = 1

@@ -10,12 +10,18 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from models.grouped import GROUPED_PRODUCT
 from trainer.config import ActivationCheckpointConfig
 
 aten, collectives = torch.ops.aten, torch.ops._c10d_functional
 
 SAVEABLE_OPS = {
-    "matmuls": (aten.mm.default, aten.addmm.default, aten.bmm.default),
+    "matmuls": (
+        aten.mm.default,
+        aten.addmm.default,
+        aten.bmm.default,
+        GROUPED_PRODUCT,
+    ),
     "attention": (
         aten._scaled_dot_product_flash_attention.default,
         aten._scaled_dot_product_efficient_attention.default,
@@ -26,6 +32,7 @@ SAVEABLE_OPS = {
     ),
     # without sequence parallelism, an all-reduce takes the place of the reduce-scatter
     "reduce_scatters": (collectives.reduce_scatter_tensor.default, collectives.all_reduce.default),
+    "exchanges": (collectives.all_to_all_single.default,),
 }
 """Name in the setting activation_checkpoint.save -> operators whose results are saved."""
 

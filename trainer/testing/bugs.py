@@ -68,9 +68,15 @@ def _after_init(cls: type, change: Callable[[Any], None]) -> AbstractContextMana
 
 
 def _count_twice(engine: Engine) -> None:
-    for name, parameter in engine.parameters.items():
-        if name.endswith("attention_norm.weight"):
-            parameter.register_hook(lambda gradient: gradient * 2)
+    clip = engine.optimizer.clip
+
+    def clip_after_doubling(*args: Any, **kwargs: Any) -> Any:
+        for name, parameter in engine.parameters.items():
+            if name.endswith("attention_norm.weight"):
+                parameter.grad.mul_(2)
+        return clip(*args, **kwargs)
+
+    engine.optimizer.clip = clip_after_doubling
 
 
 def _averaged_per_microbatch() -> AbstractContextManager:
