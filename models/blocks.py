@@ -19,7 +19,7 @@ class Block(nn.Module):
 
         Args:
             attention: Its forward is (hidden state, context) -> hidden state.
-            feed_forward: Its forward is (hidden state) -> hidden state.
+            feed_forward: Its forward is (hidden state, context) -> hidden state.
         """
         super().__init__()
         self.attention_norm = norm(sizes.dim)
@@ -33,7 +33,7 @@ class PreNormBlock(Block):
 
     def forward(self, h: Tensor, context: Context) -> Tensor:
         h = h + self.attention(self.attention_norm(h), context)
-        return h + self.feed_forward(self.ffn_norm(h))
+        return h + self.feed_forward(self.ffn_norm(h), context)
 
 
 class PostNormBlock(Block):
@@ -41,7 +41,7 @@ class PostNormBlock(Block):
 
     def forward(self, h: Tensor, context: Context) -> Tensor:
         h = h + self.attention_norm(self.attention(h, context))
-        return h + self.ffn_norm(self.feed_forward(h))
+        return h + self.ffn_norm(self.feed_forward(h, context))
 
 
 class SandwichBlock(Block):
@@ -56,4 +56,4 @@ class SandwichBlock(Block):
 
     def forward(self, h: Tensor, context: Context) -> Tensor:
         h = h + self.attention_post_norm(self.attention(self.attention_norm(h), context))
-        return h + self.ffn_post_norm(self.feed_forward(self.ffn_norm(h)))
+        return h + self.ffn_post_norm(self.feed_forward(self.ffn_norm(h), context))

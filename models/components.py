@@ -59,8 +59,8 @@ class FeedForward(nn.Module):
         self.w2 = nn.Linear(hidden_dim, dim, bias=False)
         self.w3 = nn.Linear(dim, hidden_dim, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x: (batch, seq, dim)."""
+    def forward(self, x: Tensor, context: Context | None = None) -> Tensor:
+        """x: (batch, seq, dim). The context has no effect; blocks pass it to every kind of layer."""
         return self.w2(self.activation(self.w1(x)) * self.w3(x))
 
 

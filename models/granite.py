@@ -40,7 +40,7 @@ class GraniteBlock(PreNormBlock):
 
     def forward(self, h: Tensor, context: Context) -> Tensor:
         h = h + self.attention(self.attention_norm(h), context) * self.multiplier
-        return h + self.feed_forward(self.ffn_norm(h)) * self.multiplier
+        return h + self.feed_forward(self.ffn_norm(h), context) * self.multiplier
 
 
 class ScaledOutput(Output):

@@ -3,12 +3,28 @@
 No token is dropped, so a token's result does not depend on the other tokens of its batch.
 """
 
+from typing import ClassVar, NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from models.context import Context
 from models.grouped import grouped_product
 from models.sizes import MixtureSizes
+
+
+class Routing(NamedTuple):
+    """Result of a router."""
+
+    weights: Tensor
+    """Weights of the results of a token's experts, by falling scores, (batch, seq, experts per token), fp32."""
+    experts: Tensor
+    """Indices of these experts, (batch, seq, experts per token), int64."""
+    scores: Tensor
+    """Scores of all experts, (batch, seq, experts), fp32. Those of a token sum to one."""
+    logits: Tensor
+    """Logits of all experts, (batch, seq, experts), fp32."""
 
 
 class Router(nn.Module):
@@ -21,25 +37,25 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(sizes.n_experts, sizes.dim))
         self.multiply_adds_per_token = {"weight": sizes.n_experts * sizes.dim}
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the weights of the chosen experts, fp32, and their indices, both (tokens, experts per token), by falling scores.
-        Of equal scores, that of the lower index comes first.
+    def forward(self, x: Tensor) -> Routing:
+        """Choose the experts of each token. Of equal scores, that of the lower index comes first.
 
         Scores are computed in fp32: rounded scores of many experts are often equal.
 
         Args:
-            x: (tokens, dim).
+            x: (batch, seq, dim).
         """
-        scores = F.linear(x.float(), self.weight.float()).softmax(-1)  # (tokens, experts)
-        scores, experts = scores.sort(dim=-1, descending=True, stable=True)
-        weights, experts = scores[:, : self.experts_per_token], experts[:, : self.experts_per_token]
-        return weights / weights.sum(-1, keepdim=True) if self.normalize else weights, experts
+        logits = F.linear(x.float(), self.weight.float())  # (batch, seq, experts)
+        scores = logits.softmax(-1)
+        best, order = scores.sort(dim=-1, descending=True, stable=True)
+        weights, experts = (t[..., : self.experts_per_token] for t in (best, order))
+        return Routing(weights / weights.sum(-1, keepdim=True) if self.normalize else weights, experts, scores, logits)
 
 
 class Experts(nn.Module):
     """Feed-forward layers with SwiGLU, whose matrices are stacked."""
 
-    INTO_RESIDUAL = ("w2",)
+    INTO_RESIDUAL: ClassVar = ("w2",)
 
     def __init__(self, n_experts: int, dim: int, hidden_dim: int, experts_per_token: int):
         super().__init__()
@@ -67,6 +83,14 @@ class LocalExchange(nn.Module):
         return experts(rows, counts)
 
 
+class Unbalanced(nn.Module):
+    """Leaves the load of the experts to the loss of the model. The trainer replaces this module to balance the load."""
+
+    def forward(self, routing: Routing, context: Context | None) -> Tensor:
+        """Return the weights."""
+        return routing.weights
+
+
 class MixtureOfExperts(nn.Module):
     """A router and its experts. The result of a token is the sum of its experts' results, times their weights."""
 
@@ -75,15 +99,17 @@ class MixtureOfExperts(nn.Module):
         self.router = Router(sizes)
         self.experts = Experts(sizes.n_experts, sizes.dim, sizes.expert_dim, sizes.experts_per_token)
         self.exchange = LocalExchange()
+        self.balance = Unbalanced()
+        self.n_experts = sizes.n_experts
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, context: Context | None = None) -> Tensor:
         """x: (batch, seq, dim)."""
-        tokens = x.flatten(0, -2)  # (tokens, dim)
-        weights, experts = self.router(tokens)  # (tokens, experts per token)
-        slots = experts.flatten()  # one slot for each token and each of its experts
+        routing = self.router(x)
+        weights = self.balance(routing, context)  # (batch, seq, experts per token)
+        slots = routing.experts.flatten()  # one slot for each token and each of its experts
         order = slots.argsort(stable=True)
-        counts = slots.new_zeros(len(self.router.weight)).scatter_add_(0, slots, torch.ones_like(slots))
-        rows = tokens.repeat_interleave(experts.shape[1], 0)[order]
-        results = self.exchange(self.experts, rows, counts)[order.argsort()].view(*experts.shape, -1)
+        counts = slots.new_zeros(self.n_experts).scatter_add_(0, slots, torch.ones_like(slots))
+        rows = x.flatten(0, -2).repeat_interleave(weights.shape[-1], 0)[order]  # (slots, dim), by expert
+        results = self.exchange(self.experts, rows, counts)[order.argsort()].view(*weights.shape, -1)
         # The sum runs in the order of the token's own experts and in fp32, so it does not depend on the layout.
-        return (results * weights[..., None]).sum(1).type_as(x).view_as(x)
+        return (results * weights[..., None]).sum(-2).type_as(x)

@@ -11,6 +11,7 @@ from trainer.config.schema import (
     DataConfig,
     DistributedConfig,
     EvaluationConfig,
+    ExpertsConfig,
     LoraConfig,
     LrScheduleConfig,
     MetricsConfig,

@@ -426,6 +426,16 @@ class ParallelConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExpertsConfig:
+    balance_loss: Annotated[float, Constraint(min=0, max=1e6)] = 0.0
+    """Coefficient of the balance loss, which is 1 for each layer if all experts get equally many tokens (arXiv:2101.03961). It is
+    computed for each layer and sample, averaged over the samples of a step, and summed over the layers. 0: no balance loss."""
+    z_loss: Annotated[float, Constraint(min=0, max=1e6)] = 0.0
+    """Coefficient of the routers' z-loss, the mean squared logsumexp of a token's logits (arXiv:2202.08906); averaged over
+    samples and summed over layers like the balance loss. 0: no z-loss."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ActivationCheckpointConfig:
     mode: Literal["none", "full", "selective", "budget"] = "none"
     """Activations that blocks recompute in backward. "none": no activations; "full": all activations; "selective": all except the
@@ -616,6 +626,7 @@ class Config:
     lora: LoraConfig = field(default_factory=LoraConfig)
     preference: PreferenceConfig = field(default_factory=PreferenceConfig)
     lr_schedule: LrScheduleConfig = field(default_factory=LrScheduleConfig)
+    experts: ExpertsConfig = field(default_factory=ExpertsConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     activation_checkpoint: ActivationCheckpointConfig = field(default_factory=ActivationCheckpointConfig)
     compile: CompileConfig = field(default_factory=CompileConfig)

@@ -110,8 +110,8 @@ def _forward_with_local_parameters(module: nn.Module, forward: Forward, gradient
         module._parameters.update(distributed)
 
 
-def _forward_on_own_tokens(forward: Forward, tp: DeviceMesh, x: Tensor) -> Tensor:
+def _forward_on_own_tokens(forward: Forward, tp: DeviceMesh, x: Tensor, *args: Any) -> Tensor:
     """Apply a mixture of experts to this rank's part of the sequence, and gather the results. x: (batch, seq, dim)."""
     own = DTensor.from_local(x, tp, [Replicate()], run_check=False).redistribute(placements=[Shard(1)]).to_local()
-    result = DTensor.from_local(forward(own), tp, [Shard(1)], run_check=False)
+    result = DTensor.from_local(forward(own, *args), tp, [Shard(1)], run_check=False)
     return result.redistribute(placements=[Replicate()]).to_local()
