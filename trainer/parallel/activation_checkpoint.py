@@ -3,12 +3,21 @@ arXiv:1604.06174)."""
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_temporarily
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    _CachedTorchDispatchMode,
+    _CachingTorchDispatchMode,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from models.grouped import GROUPED_PRODUCT
 from trainer.config import ActivationCheckpointConfig
@@ -131,3 +140,17 @@ def recompute_gathers_compiled(forward: Forward) -> Forward:
         return CheckpointPolicy.MUST_RECOMPUTE if operator in _GATHER_OPS else CheckpointPolicy.MUST_SAVE
 
     return checkpointed(forward, lambda: create_selective_checkpoint_contexts(policy))
+
+
+def run_hooks_outside_checkpoint(module: nn.Module) -> None:
+    """Hide the forward hooks of a module inside a block, such as those of a nested FSDP unit, from selective recomputation, in place.
+    The recomputation must repeat the operators of forward, but a gather is not repeated if its result still exists."""
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for key, hook in hooks.items():
+            hooks[key] = partial(_call_outside_checkpoint, hook)
+
+
+def _call_outside_checkpoint(hook: Callable, *args: Any, **kwargs: Any) -> Any:
+    is_inside = isinstance(_get_current_dispatch_mode(), _CachingTorchDispatchMode | _CachedTorchDispatchMode)
+    with _pop_mode_temporarily() if is_inside else nullcontext():
+        return hook(*args, **kwargs)

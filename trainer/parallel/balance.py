@@ -2,7 +2,7 @@
 
 A loss is computed for each layer and sample over the sample's own tokens, so it depends neither on the layout nor on the other
 samples of a batch. Only the numbers of assignments are summed over ranks: they have no gradient, and the rest of a loss is a sum
-over tokens. Each layer attaches its losses where they arise, because a pipeline stage passes only the hidden state to the next one.
+over tokens. Each layer attaches its losses where they arise, because a pipeline stage passes only the hidden state to the next.
 """
 
 from collections.abc import Iterable

@@ -8,6 +8,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from models.moe import Experts
 from models.spec import ParallelPlan
 from trainer.config import ParallelConfig
+from trainer.parallel.activation_checkpoint import run_hooks_outside_checkpoint
 from trainer.parallel.mesh import Meshes
 from trainer.runtime.device import DTYPES
 
@@ -35,6 +36,7 @@ def apply_fsdp(model: nn.Module, plan: ParallelPlan, meshes: Meshes, config: Par
         experts = [module for module in block.modules() if isinstance(module, Experts)]
         for module in experts:
             shard(module, mesh=meshes.experts[(*replicas, "efsdp")], reshard_after_forward=reshard)
+            run_hooks_outside_checkpoint(module)
         shard(block, reshard_after_forward=reshard)
         blocks += [block, *experts]
     others = []  # one module of each unit outside the blocks
