@@ -143,7 +143,7 @@ def recompute_gathers_compiled(forward: Forward) -> Forward:
 
 
 def run_hooks_outside_checkpoint(module: nn.Module) -> None:
-    """Hide the forward hooks of a module inside a block, such as those of a nested FSDP unit, from selective recomputation, in place.
+    """Hide the forward hooks of a module inside a block, such as those of a nested FSDP unit, from selective recomputation.
     The recomputation must repeat the operators of forward, but a gather is not repeated if its result still exists."""
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
         for key, hook in hooks.items():
