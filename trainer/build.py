@@ -98,8 +98,7 @@ def build_trainer(
     meshes = Meshes(resolved.dims, device, timedelta(seconds=config.distributed.timeout_s))
     backend = CPU_BACKEND if device.type == "cpu" else GPU_BACKEND
     model_parts = build_model_parts(config, resolved, meshes, backend)
-    parameters = [parameter for part in model_parts.values() for parameter in part.parameters()]
-    check_memory(config, resolved, parameters, device)
+    check_memory(config, resolved, model_parts.values(), device)
 
     datasets = prepare_and_open(config, text.tokenizer)
     config = with_steps(config, datasets, None if point is None else point.state)

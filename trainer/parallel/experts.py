@@ -37,7 +37,7 @@ class AllToAllExchange(nn.Module):
         """
         sent = counts.view(self.ranks, -1)  # (rank that has the expert, its experts)
         received = _all_to_all(counts, self.group).view_as(sent)  # (rank that has sent the rows, this rank's experts)
-        sizes_sent, sizes_received = split_sizes(sent, received)
+        sizes_sent, sizes_received = split_sizes(len(rows), sent, received)
         arrived = wait_tensor(all_to_all_single_autograd(rows, sizes_received, sizes_sent, self.group))
         # From the order (sending rank, expert) to the order (expert, sending rank).
         num_experts = received.shape[1]
@@ -48,10 +48,12 @@ class AllToAllExchange(nn.Module):
         return wait_tensor(all_to_all_single_autograd(results, sizes_sent, sizes_received, self.group))
 
 
-def split_sizes(sent: Tensor, received: Tensor) -> tuple[list[int], list[int]]:
+def split_sizes(num_rows: int, sent: Tensor, received: Tensor) -> tuple[list[int], list[int]]:
     """Return the numbers of rows that this rank sends to each rank and receives from it. The host waits for the counts.
+    The planner, which has no counts, replaces this function.
 
     Args:
+        num_rows: Number of rows that this rank sends.
         sent: Rows for each expert, (ranks, experts per rank), int64.
         received: Rows from each rank, (ranks, experts per rank), int64.
     """
