@@ -68,15 +68,17 @@ def _after_init(cls: type, change: Callable[[Any], None]) -> AbstractContextMana
 
 
 def _count_twice(engine: Engine) -> None:
-    clip = engine.optimizer.clip
+    step = engine.forward_backward
+    original = step._forward_backward
 
-    def clip_after_doubling(*args: Any, **kwargs: Any) -> Any:
+    def forward_backward(*args: Any) -> Sequence[Tensor]:
+        results = original(*args)
         for name, parameter in engine.parameters.items():
             if name.endswith("attention_norm.weight"):
                 parameter.grad.mul_(2)
-        return clip(*args, **kwargs)
+        return results
 
-    engine.optimizer.clip = clip_after_doubling
+    step._forward_backward = forward_backward
 
 
 def _averaged_per_microbatch() -> AbstractContextManager:
