@@ -82,10 +82,19 @@ def block_forward(
     config: ActivationCheckpointConfig,
     compiled: bool,
     checkpoint_outside: bool = False,
+    fullgraph: bool = True,
 ) -> Forward:
     """Apply recomputation and compilation to a block's forward, and return the new forward. The block must already be sharded.
-    checkpoint_outside: whether full recomputation wraps the compiled block. Inside the block, backward does not repeat the last
-    matrix product, whose result it does not need."""
+
+    Args:
+        forward: Forward of the block.
+        policy: Result of recompute_policy.
+        config: What a selective policy saves.
+        compiled: Whether to compile the block.
+        checkpoint_outside: Whether full recomputation wraps the compiled block. Inside the block, backward does not repeat the
+            last matrix product, whose result it does not need.
+        fullgraph: Whether the block is one graph. False: it has experts, between whose graphs their own FSDP unit is gathered.
+    """
     if policy == "selected":
         forward = recompute_except(config.save, config.save_every_nth_matmul, forward)
     if policy == "gathers_compiled":
@@ -94,7 +103,7 @@ def block_forward(
     if policy == "all" and not outside:
         forward = checkpointed(forward)
     if compiled:
-        forward = torch.compile(forward, fullgraph=True)  # all blocks share one graph
+        forward = torch.compile(forward, fullgraph=fullgraph)  # all blocks share one graph
     return checkpointed(forward) if policy == "all" and outside else forward
 
 

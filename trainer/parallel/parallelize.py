@@ -7,6 +7,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
+from models.moe import MixtureOfExperts
 from models.spec import ParallelPlan
 from trainer.config import ActivationCheckpointConfig, ParallelConfig
 from trainer.parallel.activation_checkpoint import block_forward, recompute_policy
@@ -90,7 +91,8 @@ def parallelize(
         apply_attention(model, plan, cp, seq_len, document_mask, DTYPES[dtype], attention_backend, recompute_gathers)
         offloaded = [name for name, policy in policies.items() if policy == "all" and checkpointing.offload_inputs]
         for name, block in model.get_submodule(plan.blocks_path).named_children():
-            block.forward = block_forward(block.forward, policies[name], checkpointing, compiled, tp.size() > 1)
+            dense = not any(isinstance(module, MixtureOfExperts) for module in block.modules())
+            block.forward = block_forward(block.forward, policies[name], checkpointing, compiled, tp.size() > 1, dense)
             if name in offloaded:
                 block.forward = offloader.wrap(block.forward, is_first=name == offloaded[0])
         if sharded:
