@@ -231,8 +231,9 @@ def _parameter_index(
     parameters = dict(model.named_parameters())
     expected = hf.join(parameters, sizes.head_dim)
     originals = {parameter: name for name, parameter in parameters.items()}
-    tied = {hf.name(name): parameter for name, parameter in model.named_parameters(remove_duplicate=False)}
-    tied = {name: parameter for name, parameter in tied.items() if name in stored.keys() - expected.keys()}
+    every = model.named_parameters(remove_duplicate=False)
+    tied = {hf.name(name): parameter for name, parameter in every if name not in parameters}
+    tied = {name: parameter for name, parameter in tied.items() if name in stored}
     _require_parameters(folder, stored, expected | tied)
     for name, parameter in tied.items():
         original = hf.name(originals[parameter])
