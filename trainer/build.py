@@ -95,7 +95,7 @@ def build_trainer(
     prompts = encode_prompts(config.samples, config.data, text.tokenizer, is_chat, config.training.seq_len)
     if point is not None:
         require_same_tokenizer(point, config.tokenizer, text.tokenizer)
-    meshes = Meshes(resolved.dims, device, timedelta(seconds=config.distributed.timeout_s))
+    meshes = Meshes(resolved.dims, device, timedelta(seconds=config.distributed.timeout_s), resolved.plan.has_experts)
     backend = CPU_BACKEND if device.type == "cpu" else GPU_BACKEND
     model_parts = build_model_parts(config, resolved, meshes, backend)
     check_memory(config, resolved, model_parts.values(), device)

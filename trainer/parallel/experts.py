@@ -67,16 +67,16 @@ def _all_to_all(counts: Tensor, group: dist.ProcessGroup) -> Tensor:
     return received
 
 
-def apply_experts(block: nn.Module, tp: DeviceMesh, ep: DeviceMesh, sequence_parallel: bool) -> None:
-    """Distribute the mixtures of experts of a block, in place.
+def apply_experts(model: nn.Module, tp: DeviceMesh, ep: DeviceMesh, sequence_parallel: bool) -> None:
+    """Distribute the mixtures of experts of a model, in place.
 
     Args:
-        block: Not sharded yet.
+        model: Its experts are not sharded yet.
         tp: The tp axis.
         ep: The ep axis.
         sequence_parallel: Whether tp ranks hold different tokens of the residual stream.
     """
-    for module in block.modules():
+    for module in model.modules():
         if isinstance(module, Router) and tp.size() > 1:
             # The tp ranks route different tokens, so their gradients are summed.
             _distribute(module, tp, Replicate(), Partial())

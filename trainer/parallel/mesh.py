@@ -81,11 +81,20 @@ class ParallelDims:
 
 
 class Meshes:
-    """Four device meshes over the same ranks. Axes of the same name have the same ranks in all meshes and share a process group.
+    """Device meshes over the same ranks. Axes of the same name have the same ranks in all meshes and share a process group.
     All axes of size 1 share one group. No other axes share a group, because collectives of one group wait for each other."""
 
-    def __init__(self, dims: ParallelDims, device: torch.device, timeout: timedelta | None = None):
-        """timeout: of collectives, not counting time in which the ranks are suspended; None: torch's default."""
+    def __init__(
+        self, dims: ParallelDims, device: torch.device, timeout: timedelta | None = None, has_experts: bool = False
+    ):
+        """Create the process groups, collectively.
+
+        Args:
+            dims: The degrees.
+            device: Of the ranks.
+            timeout: Of collectives, not counting time in which the ranks are suspended. None: torch's default.
+            has_experts: Whether the model has experts, which have a mesh of their own.
+        """
         self.dims = dims
         groups: dict[str, ProcessGroup] = {}
 
@@ -103,8 +112,10 @@ class Meshes:
 
         self.model = mesh(pp=dims.pp, dp_replicate=dims.dp_replicate, fsdp=dims.fsdp, tp=dims.tp)
         """Mesh that assigns the parameters to ranks."""
-        self.experts = mesh(pp=dims.pp, dp_replicate=dims.dp_replicate, efsdp=dims.efsdp, ep=dims.ep)
-        """Mesh that assigns the parameters of experts to ranks."""
+        self.experts = None
+        """Mesh that assigns the parameters of experts to ranks. None for a model without experts."""
+        if has_experts:
+            self.experts = mesh(pp=dims.pp, dp_replicate=dims.dp_replicate, efsdp=dims.efsdp, ep=dims.ep)
         self.data = mesh(pp=dims.pp, batch=dims.batch, cp=dims.cp, tp=dims.tp)
         """Mesh that assigns samples and their tokens to ranks."""
         self.loss = mesh(pp=dims.pp, loss=dims.batch * dims.cp, tp=dims.tp)

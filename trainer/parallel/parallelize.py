@@ -67,7 +67,7 @@ def parallelize(
         attention_backend: Attention kernels and masks of the device.
         adapt: Freezes parameters of a stage and adds adapters to it.
     """
-    tp, cp, ep = meshes.model["tp"], meshes.data["cp"], meshes.experts["ep"]
+    tp, cp = meshes.model["tp"], meshes.data["cp"]
     overlapped = parallel.async_tensor_parallel and tp.size() > 1
     configure_compiler(checkpointing, tp.get_group() if overlapped else None)
     gathers = cp.size() > 1 or (tp.size() > 1 and parallel.sequence_parallel)
@@ -85,8 +85,8 @@ def parallelize(
         recompute_gathers = {name for name, policy in policies.items() if policy == "gathers"}
         if tp.size() > 1:
             apply_tensor(model, plan, tp, parallel.sequence_parallel, recompute_gathers)
-        for block in model.get_submodule(plan.blocks_path).children():
-            apply_experts(block, tp, ep, parallel.sequence_parallel)
+        if meshes.experts is not None:
+            apply_experts(model, tp, meshes.experts["ep"], parallel.sequence_parallel)
         adapt(model)
         apply_attention(model, plan, cp, seq_len, document_mask, DTYPES[dtype], attention_backend, recompute_gathers)
         offloaded = [name for name, policy in policies.items() if policy == "all" and checkpointing.offload_inputs]

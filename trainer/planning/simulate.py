@@ -131,7 +131,7 @@ def _simulate(job: tuple[Config, int], world_size: int, on_gpu: bool) -> Simulat
     resolved = replace(resolved, grad_accum=simulated)
     pipelined = resolved.dims.pp > 1
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
-    meshes = Meshes(resolved.dims, CPU)
+    meshes = Meshes(resolved.dims, CPU, has_experts=resolved.plan.has_experts)
     parts = build_model_parts(config, resolved, meshes, FAKE_GPU_KERNELS if on_gpu else CPU_BACKEND)
     recorder = Recorder(on_gpu)
     with (
@@ -309,6 +309,6 @@ def _result(rank: int, meshes: Meshes, engine: Engine, recorder: Recorder, ratio
 
 
 def _groups(meshes: Meshes) -> Iterator[tuple[str, dist.ProcessGroup]]:
-    for mesh in (meshes.model, meshes.data, meshes.loss, meshes.experts):
+    for mesh in filter(None, (meshes.model, meshes.data, meshes.loss, meshes.experts)):
         for axis in mesh.mesh_dim_names or ():
             yield axis, mesh[axis].get_group()
