@@ -30,7 +30,7 @@ def grouped_product(x: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
 def _product(x: Tensor, weights: Tensor, counts: Tensor, transposed: bool) -> Tensor:
     """Return the product of each row and the matrix of its group, or the transposed matrix."""
     matrices = weights.mT if transposed else weights  # (groups, inputs of this product, outputs)
-    if _are_aligned(x, weights):
+    if _are_aligned(x, weights) and len(x):  # the kernel also refuses products without rows
         return F.grouped_mm(x, matrices, offs=counts.cumsum(0, dtype=torch.int32))
     groups = x.split(counts.tolist())
     return torch.cat([rows @ matrix for rows, matrix in zip(groups, matrices, strict=True)])
@@ -48,7 +48,7 @@ def _(x: Tensor, weights: Tensor, counts: Tensor, transposed: bool) -> Tensor:
 @torch.library.custom_op("meshwright::grouped_outer_product", mutates_args=())
 def _outer_product(a: Tensor, b: Tensor, counts: Tensor) -> Tensor:
     """Return the sum of a row's outer products in each group, (groups, columns of a, columns of b)."""
-    if _are_aligned(a, b):
+    if _are_aligned(a, b) and len(a):
         return F.grouped_mm(a.mT, b, offs=counts.cumsum(0, dtype=torch.int32))
     groups = counts.tolist()
     return torch.stack([x.mT @ y for x, y in zip(a.split(groups), b.split(groups), strict=True)])
