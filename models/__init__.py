@@ -4,9 +4,10 @@ from models.gemma import GEMMA2, GEMMA3
 from models.granite import GRANITE3
 from models.llama import LLAMA2, LLAMA3, LLAMA3_1, LLAMA3_2
 from models.mistral import MINISTRAL3, MISTRAL
-from models.olmo import OLMO2, OLMO3
+from models.mixtral import MIXTRAL
+from models.olmo import OLMO2, OLMO3, OLMOE
 from models.phi import PHI
-from models.qwen import QWEN2_5, QWEN3
+from models.qwen import QWEN2_5, QWEN3, QWEN3_MOE
 from models.smollm import SMOLLM3
 from models.spec import ModelSpec
 
@@ -26,4 +27,7 @@ MODELS: dict[str, ModelSpec] = {
     "gemma2": GEMMA2,
     "gemma3": GEMMA3,
     "phi": PHI,
+    "mixtral": MIXTRAL,
+    "olmoe": OLMOE,
+    "qwen3-moe": QWEN3_MOE,
 }

@@ -1,16 +1,12 @@
 """Orders of norms, attention and feed-forward layer in a block. h is the residual stream, (batch, seq, dim)."""
 
-from collections.abc import Callable
 from typing import ClassVar
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.components import FeedForward, Norm
+from models.components import Norm
 from models.context import Context
 from models.sizes import Sizes
-
-Activation = Callable[[Tensor], Tensor]
 
 
 class Block(nn.Module):
@@ -18,12 +14,18 @@ class Block(nn.Module):
 
     TENSOR: ClassVar = {"attention_norm": "norm", "ffn_norm": "norm"}
 
-    def __init__(self, sizes: Sizes, norm: Norm, attention: nn.Module, activation: Activation = F.silu):
+    def __init__(self, sizes: Sizes, norm: Norm, attention: nn.Module, feed_forward: nn.Module):
+        """Build the norms.
+
+        Args:
+            attention: Its forward is (hidden state, context) -> hidden state.
+            feed_forward: Its forward is (hidden state, context) -> hidden state.
+        """
         super().__init__()
         self.attention_norm = norm(sizes.dim)
         self.attention = attention
         self.ffn_norm = norm(sizes.dim)
-        self.feed_forward = FeedForward(sizes, activation)
+        self.feed_forward = feed_forward
 
 
 class PreNormBlock(Block):
@@ -31,7 +33,7 @@ class PreNormBlock(Block):
 
     def forward(self, h: Tensor, context: Context) -> Tensor:
         h = h + self.attention(self.attention_norm(h), context)
-        return h + self.feed_forward(self.ffn_norm(h))
+        return h + self.feed_forward(self.ffn_norm(h), context)
 
 
 class PostNormBlock(Block):
@@ -39,7 +41,7 @@ class PostNormBlock(Block):
 
     def forward(self, h: Tensor, context: Context) -> Tensor:
         h = h + self.attention_norm(self.attention(h, context))
-        return h + self.ffn_norm(self.feed_forward(h))
+        return h + self.ffn_norm(self.feed_forward(h, context))
 
 
 class SandwichBlock(Block):
@@ -47,11 +49,11 @@ class SandwichBlock(Block):
 
     TENSOR: ClassVar = Block.TENSOR | {"attention_post_norm": "norm", "ffn_post_norm": "norm"}
 
-    def __init__(self, sizes: Sizes, norm: Norm, attention: nn.Module, activation: Activation):
-        super().__init__(sizes, norm, attention, activation)
+    def __init__(self, sizes: Sizes, norm: Norm, attention: nn.Module, feed_forward: nn.Module):
+        super().__init__(sizes, norm, attention, feed_forward)
         self.attention_post_norm = norm(sizes.dim)
         self.ffn_post_norm = norm(sizes.dim)
 
     def forward(self, h: Tensor, context: Context) -> Tensor:
         h = h + self.attention_post_norm(self.attention(self.attention_norm(h), context))
-        return h + self.ffn_post_norm(self.feed_forward(self.ffn_norm(h)))
+        return h + self.ffn_post_norm(self.feed_forward(self.ffn_norm(h), context))

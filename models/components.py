@@ -1,7 +1,6 @@
 """Components of a decoder: norms, feed-forward layers, attention, embedding and output.
 
-TENSOR of a class names the tensor-parallel style of its modules, relative to the module itself: a key of styles() in
-trainer/parallel/tensor.py.
+A module states facts about itself in class variables that models/spec.py explains: TENSOR, INTO_RESIDUAL.
 """
 
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from models.spec import Head, LayerKind
 
 Norm = Callable[[int], nn.Module]
 """Function (width) -> norm."""
+Activation = Callable[[Tensor], Tensor]
 
 # ---------------------------------------------------------------- norms
 
@@ -50,16 +50,17 @@ class FeedForward(nn.Module):
     """SwiGLU, or GeGLU with the activation gelu_tanh (Shazeer 2020, arXiv:2002.05202)."""
 
     TENSOR: ClassVar = {"": "gather", "w1": "column", "w3": "column", "w2": "row"}
+    INTO_RESIDUAL: ClassVar = ("w2",)
 
-    def __init__(self, sizes: Sizes, activation: Callable[[Tensor], Tensor] = F.silu):
+    def __init__(self, dim: int, hidden_dim: int, activation: Activation = F.silu):
         super().__init__()
         self.activation = activation
-        self.w1 = nn.Linear(sizes.dim, sizes.hidden_dim, bias=False)
-        self.w2 = nn.Linear(sizes.hidden_dim, sizes.dim, bias=False)
-        self.w3 = nn.Linear(sizes.dim, sizes.hidden_dim, bias=False)
+        self.w1 = nn.Linear(dim, hidden_dim, bias=False)
+        self.w2 = nn.Linear(hidden_dim, dim, bias=False)
+        self.w3 = nn.Linear(dim, hidden_dim, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x: (batch, seq, dim)."""
+    def forward(self, x: Tensor, context: Context | None = None) -> Tensor:
+        """x: (batch, seq, dim). The context has no effect; blocks pass it to every kind of layer."""
         return self.w2(self.activation(self.w1(x)) * self.w3(x))
 
 
@@ -148,6 +149,7 @@ class Attention(nn.Module):
         "q_norm": "head_norm",
         "k_norm": "head_norm",
     }
+    INTO_RESIDUAL: ClassVar = ("wo",)
 
     def __init__(
         self,

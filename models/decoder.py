@@ -12,10 +12,11 @@ from typing import ClassVar
 from torch import Generator, Tensor, nn
 
 from models.blocks import PreNormBlock
-from models.components import Attention, CausalMask, Norm, OffsetRMSNorm, Output
+from models.components import Attention, CausalMask, FeedForward, Norm, OffsetRMSNorm, Output
 from models.context import Context
+from models.moe import MixtureOfExperts
 from models.sizes import Sizes
-from models.spec import Head, LayerKind, ParallelPlan
+from models.spec import Head, LayerKind, ParallelPlan, multiply_adds
 
 
 class Decoder(nn.Module):
@@ -27,7 +28,7 @@ class Decoder(nn.Module):
         self,
         sizes: Sizes,
         norm: Norm,
-        block: Callable[[LayerKind], nn.Module],
+        block: Callable[[int, LayerKind], nn.Module],
         embedding: nn.Embedding | None = None,
         output: Output | None = None,
     ):
@@ -35,7 +36,7 @@ class Decoder(nn.Module):
 
         Args:
             norm: Function that builds the last norm.
-            block: Function that builds a layer.
+            block: Function (index, kind) that builds a layer.
             embedding: None: built from the sizes.
             output: None: built from the sizes.
         """
@@ -46,7 +47,7 @@ class Decoder(nn.Module):
         self.kinds = {name: kinds[name] for name in dict.fromkeys(self.layer_kinds)}
         self.masks = nn.ModuleDict({name: CausalMask(kind.window) for name, kind in self.kinds.items()})
         self.tok_embeddings = embedding or nn.Embedding(sizes.vocab_size, sizes.dim)
-        self.layers = nn.ModuleDict({str(i): block(kinds[name]) for i, name in enumerate(self.layer_kinds)})
+        self.layers = nn.ModuleDict({str(i): block(i, kinds[name]) for i, name in enumerate(self.layer_kinds)})
         self.norm = norm(sizes.dim)
         self.output = output or Output(sizes.dim, sizes.vocab_size)
         if sizes.tied_embeddings:
@@ -70,27 +71,34 @@ class Decoder(nn.Module):
     def init_parameter(self, name: str, rows: Tensor, generator: Generator) -> None:
         """See models.spec.Model. Matrices are drawn from a normal distribution with variance 1 / (number of inputs)
         (LeCun et al. 1998, "Efficient BackProp"). The variance of the embedding table is 1 / dim, because the table may also be
-        the output weight. The weights of wo and w2 are divided by sqrt(2 n_layers), because their outputs are added to the
-        residual stream (Radford et al. 2019, GPT-2). Norms start as multiplications by one, biases at zero."""
-        module, _, leaf = name.rpartition(".")
-        if module.endswith("norm"):
-            rows.fill_(0.0 if isinstance(self.get_submodule(module), OffsetRMSNorm) else 1.0)
+        the output weight. Matrices whose products are added to the residual stream (INTO_RESIDUAL) are divided by
+        sqrt(2 n_layers) (Radford et al. 2019, GPT-2). Norms start as multiplications by one, biases at zero."""
+        owner, _, leaf = name.rpartition(".")
+        module = self.get_submodule(owner)
+        if isinstance(module, nn.RMSNorm):
+            rows.fill_(0.0 if isinstance(module, OffsetRMSNorm) else 1.0)
         elif leaf == "bias":
             rows.zero_()
         else:
-            std = rows.shape[1] ** -0.5
-            if module.endswith(("attention.wo", "feed_forward.w2")):
+            std = rows.shape[-1] ** -0.5
+            if self._is_into_residual(name):
                 std /= math.sqrt(2 * self.sizes.n_layers)
             rows.normal_(0.0, std, generator=generator)
+
+    def _is_into_residual(self, name: str) -> bool:
+        """Return whether the module that contains a matrix, or one that contains this module, names it in INTO_RESIDUAL."""
+        path = name.removesuffix(".weight").split(".")
+        owners = ((self.get_submodule(".".join(path[:i])), ".".join(path[i:])) for i in range(len(path)))
+        return any(inner in getattr(module, "INTO_RESIDUAL", ()) for module, inner in owners)
 
     def flops_per_token(self, seq_len: int) -> int:
         """See models.spec.Model. A multiply-add is two operations. Backward costs twice as much as forward.
 
-        The count includes every linear layer (also the output projection) and the two matrix products of attention. A token
-        attends to (seq_len + 1) / 2 keys on average, and to at most the window's keys. Norms, activations and recomputation are
-        not counted.
+        The count includes every linear layer (also the output projection), the experts that a token is sent to, and the two
+        matrix products of attention. A token attends to (seq_len + 1) / 2 keys on average, and to at most the window's keys.
+        Norms, activations and recomputation are not counted.
         """
-        linear = sum(m.in_features * m.out_features for m in self.modules() if isinstance(m, nn.Linear))
+        linear = sum(multiply_adds(self).values())
         pairs = sum(self.kinds[name].pairs(seq_len) for name in self.layer_kinds)
         attention = 2 * self.sizes.n_heads * self.sizes.head_dim * pairs // seq_len
         return 3 * 2 * (linear + attention)
@@ -106,8 +114,9 @@ class Decoder(nn.Module):
             fsdp_units=(("tok_embeddings", "norm", "output"),) if tied else (("tok_embeddings",), ("norm", "output")),
             tied=tied,
             tensor=self.TENSOR,
-            tensor_block=_tensor_styles(self.layers["0"]),
-            tp_divisible=("n_heads", "n_kv_heads", "hidden_dim"),
+            tp_divisible=("n_heads", "n_kv_heads")
+            + ("hidden_dim",) * any(isinstance(m, FeedForward) for m in self.modules()),
+            has_experts=any(isinstance(m, MixtureOfExperts) for m in self.modules()),
             attention="attention.core",
             masks="masks",
             kinds=self.kinds,
@@ -115,21 +124,20 @@ class Decoder(nn.Module):
         )
 
 
-def pre_norm_decoder(sizes: Sizes, attention: Callable[[LayerKind], nn.Module] | None = None) -> Decoder:
-    """Return a decoder of pre-norm blocks with RMSNorm. attention: function that builds the attention of a layer, by default
-    Attention without norms of queries and keys."""
+def pre_norm_decoder(
+    sizes: Sizes,
+    attention: Callable[[LayerKind], nn.Module] | None = None,
+    feed_forward: Callable[[int], nn.Module] | None = None,
+) -> Decoder:
+    """Return a decoder of pre-norm blocks with RMSNorm.
+
+    Args:
+        attention: Function (kind) that builds the attention of a layer. None: Attention without norms of queries and keys.
+        feed_forward: Function (index) that builds the feed-forward layer. None: FeedForward.
+    """
     norm = partial(nn.RMSNorm, eps=sizes.norm_eps)
     build_attention = attention or partial(Attention, sizes)
-    return Decoder(sizes, norm, lambda kind: PreNormBlock(sizes, norm, build_attention(kind)))
-
-
-def _tensor_styles(block: nn.Module) -> dict[str, str]:
-    """Return the tensor-parallel styles that the modules of a block declare, by module name. A module's own declaration overrides
-    that of the module that contains it. Modules without parameters, such as the norms that a family does not have, need no style.
-    """
-    styles = {}
-    for name, module in block.named_modules():
-        for inner, style in getattr(module, "TENSOR", {}).items():
-            if any(True for _ in module.get_submodule(inner).parameters()):
-                styles[f"{name}.{inner}".strip(".")] = style
-    return styles
+    build_feed_forward = feed_forward or (lambda index: FeedForward(sizes.dim, sizes.hidden_dim))
+    return Decoder(
+        sizes, norm, lambda index, kind: PreNormBlock(sizes, norm, build_attention(kind), build_feed_forward(index))
+    )

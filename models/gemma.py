@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from models.blocks import SandwichBlock
-from models.components import Attention, OffsetRMSNorm, Output, ScaledEmbedding, gelu_tanh
+from models.components import Attention, FeedForward, OffsetRMSNorm, Output, ScaledEmbedding, gelu_tanh
 from models.decoder import Decoder
 from models.huggingface import (
     NAMES,
@@ -76,7 +76,11 @@ def _decoder(sizes: GemmaSizes, attention: Callable[[LayerKind], Attention], sof
     norm = partial(OffsetRMSNorm, eps=sizes.norm_eps)
     embedding = GemmaEmbedding(sizes.vocab_size, sizes.dim, math.sqrt(sizes.dim))
     output = Output(sizes.dim, sizes.vocab_size, softcap)
-    return Decoder(sizes, norm, lambda kind: SandwichBlock(sizes, norm, attention(kind), gelu_tanh), embedding, output)
+
+    def block(index: int, kind: LayerKind) -> SandwichBlock:
+        return SandwichBlock(sizes, norm, attention(kind), FeedForward(sizes.dim, sizes.hidden_dim, gelu_tanh))
+
+    return Decoder(sizes, norm, block, embedding, output)
 
 
 def gemma2(sizes: Gemma2Sizes) -> Decoder:

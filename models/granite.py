@@ -7,7 +7,7 @@ from functools import partial
 from torch import Tensor, nn
 
 from models.blocks import PreNormBlock
-from models.components import Attention, Norm, Output, ScaledEmbedding
+from models.components import Attention, FeedForward, Norm, Output, ScaledEmbedding
 from models.context import Context
 from models.decoder import Decoder
 from models.huggingface import HuggingFace
@@ -34,13 +34,13 @@ class GraniteSizes(DecoderSizes):
 class GraniteBlock(PreNormBlock):
     """A pre-norm block whose residual branches are multiplied by a constant."""
 
-    def __init__(self, sizes: GraniteSizes, norm: Norm, attention: nn.Module):
-        super().__init__(sizes, norm, attention)
+    def __init__(self, sizes: GraniteSizes, norm: Norm, attention: nn.Module, feed_forward: nn.Module):
+        super().__init__(sizes, norm, attention, feed_forward)
         self.multiplier = sizes.residual_multiplier
 
     def forward(self, h: Tensor, context: Context) -> Tensor:
         h = h + self.attention(self.attention_norm(h), context) * self.multiplier
-        return h + self.feed_forward(self.ffn_norm(h)) * self.multiplier
+        return h + self.feed_forward(self.ffn_norm(h), context) * self.multiplier
 
 
 class ScaledOutput(Output):
@@ -57,8 +57,9 @@ class ScaledOutput(Output):
 def granite(sizes: GraniteSizes) -> Decoder:
     norm, bias = partial(nn.RMSNorm, eps=sizes.norm_eps), sizes.attention_bias
 
-    def block(kind: LayerKind) -> GraniteBlock:
-        return GraniteBlock(sizes, norm, Attention(sizes, kind, qkv_bias=bias, out_bias=bias))
+    def block(index: int, kind: LayerKind) -> GraniteBlock:
+        attention = Attention(sizes, kind, qkv_bias=bias, out_bias=bias)
+        return GraniteBlock(sizes, norm, attention, FeedForward(sizes.dim, sizes.hidden_dim))
 
     embedding = ScaledEmbedding(sizes.vocab_size, sizes.dim, sizes.embedding_multiplier)
     return Decoder(sizes, norm, block, embedding, ScaledOutput(sizes.dim, sizes.vocab_size, sizes.logits_scaling))

@@ -2,7 +2,7 @@
 
 import re
 import types
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
 from itertools import accumulate
 from typing import Any, get_args
@@ -43,6 +43,10 @@ FIELDS = {
     "norm_eps": "rms_norm_eps",
     "tied_embeddings": "tie_word_embeddings",
     "window": "sliding_window",
+    "n_experts": "num_experts",
+    "experts_per_token": "num_experts_per_tok",
+    "normalize_weights": "norm_topk_prob",
+    "expert_hidden_dim": "moe_intermediate_size",
 }
 """Name of a size -> its key in config.json. Sizes that are not listed have the same name there."""
 
@@ -69,6 +73,14 @@ _SHARED = {*ROPE_FIELDS, "rope_theta", "rope_type", "rope_is_long", "window", "l
 _DEFAULTS = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "rope_theta": 10_000.0}
 """Defaults that most of transformers' families have."""
 
+MIXTURE_NAMES = NAMES | {
+    "feed_forward.router": "mlp.gate",
+    "feed_forward.experts.w1": "mlp.experts.{}.gate_proj",
+    "feed_forward.experts.w2": "mlp.experts.{}.down_proj",
+    "feed_forward.experts.w3": "mlp.experts.{}.up_proj",
+}
+"""NAMES with those of a mixture of experts in most of Hugging Face's families."""
+
 LAYER_TYPES = {"full": "full_attention", "sliding": "sliding_attention"}
 """Type of layer in models.sizes.WindowedSizes -> its name in config.json."""
 
@@ -89,7 +101,13 @@ class HuggingFace:
     write: Callable[[Any], Config] = lambda sizes: {}
     """Inverse of `read`: function (sizes) -> the part of config.json that is specific to this family."""
     names: Mapping[str, str] = field(default_factory=lambda: NAMES)
-    """Name of a module -> its name in Hugging Face's format. Modules of one name are stored as one tensor, in this order."""
+    """Name of a module -> its name in Hugging Face's format. Modules of one name are stored as one tensor, in this order. The key
+    of stacked matrices is the name of the parameter, and {} in its value is the index of the expert: each of its matrices is a
+    stored tensor. The matrix of expert 3 of the parameter `name` is called `name@3`."""
+    omitted: Collection[str] = ()
+    """Sizes that are no keys of this family's config.json. `read` returns them by their own names if they are not constant."""
+    size_keys: Config = field(default_factory=dict)
+    """Name of a size -> its key in this family's config.json, if it differs from FIELDS."""
     is_paired: bool = False
     """Whether the model rotates neighbouring values, so the rows of each head's queries and keys have another order."""
     byte_level_class: str = ""
@@ -97,24 +115,46 @@ class HuggingFace:
     forced_class: str = ""
     """Class with which transformers 5 loads all tokenizers of this type of model, or "" for the one that the files name."""
 
-    def name(self, parameter: str) -> str:
-        """Return the name of the stored tensor that contains a parameter."""
-        prefix, module, leaf = _split(parameter)
-        return f"model.{prefix}{self.names[module]}.{leaf}" if prefix else f"{self.names[module]}.{leaf}"
+    def is_stack(self, parameter: str) -> bool:
+        """Return whether a parameter is a stack of matrices that are stored one by one."""
+        _, module, leaf = _split(parameter)
+        return f"{module}.{leaf}" in self.names
 
-    def tensors(self, parameters: Iterable[str]) -> dict[str, list[str]]:
-        """Return name of a stored tensor -> names of the parameters whose rows it contains, in order."""
+    def matrices(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the parameters by name, with the matrices of a stack as `name@expert`."""
+        values: dict[str, Tensor] = {}
+        for name, value in parameters.items():
+            values |= (
+                {f"{name}@{i}": matrix for i, matrix in enumerate(value)} if self.is_stack(name) else {name: value}
+            )
+        return values
+
+    def name(self, matrix: str) -> str:
+        """Return the name of the stored tensor that contains a matrix: a parameter, or `name@expert` of a stack."""
+        parameter, _, expert = matrix.partition("@")
+        prefix, module, leaf = _split(parameter)
+        if expert:
+            module, leaf = f"{module}.{leaf}", "weight"
+        stored = f"{self.names[module].format(expert)}.{leaf}"
+        return f"model.{prefix}{stored}" if prefix else stored
+
+    def tensors(self, matrices: Iterable[str]) -> dict[str, list[str]]:
+        """Return name of a stored tensor -> names of the matrices whose rows it contains, in order. See `name`."""
         order = {module: i for i, module in enumerate(self.names)}
         stored: dict[str, list[str]] = {}
-        for parameter in parameters:
-            stored.setdefault(self.name(parameter), []).append(parameter)
-        return {name: sorted(group, key=lambda p: order[_split(p)[1]]) for name, group in stored.items()}
+        for matrix in matrices:
+            stored.setdefault(self.name(matrix), []).append(matrix)
+        # A stored tensor with several matrices has no stack.
+        return {
+            name: sorted(group, key=lambda m: order[_split(m)[1]]) if len(group) > 1 else group
+            for name, group in stored.items()
+        }
 
-    def first_rows(self, parameters: Mapping[str, Tensor]) -> dict[str, int]:
-        """Return name of a parameter -> its first row in the stored tensor."""
+    def first_rows(self, matrices: Mapping[str, Tensor]) -> dict[str, int]:
+        """Return name of a matrix -> its first row in the stored tensor."""
         rows = {}
-        for group in self.tensors(parameters).values():
-            ends = accumulate((parameters[name].shape[0] for name in group), initial=0)
+        for group in self.tensors(matrices).values():
+            ends = accumulate((matrices[name].shape[0] for name in group), initial=0)
             rows |= dict(zip(group, ends, strict=False))
         return rows
 
@@ -132,21 +172,25 @@ class HuggingFace:
 
     def join(self, parameters: Mapping[str, Tensor], head_dim: int) -> dict[str, Tensor]:
         """Return name of a stored tensor -> tensor. parameters: by native name."""
+        matrices = self.matrices(parameters)
         return {
-            stored: torch.cat([self.reorder(name, parameters[name], head_dim) for name in names])
-            for stored, names in self.tensors(parameters).items()
+            stored: torch.cat([self.reorder(name, matrices[name], head_dim) for name in names])
+            for stored, names in self.tensors(matrices).items()
         }
 
     def split(
         self, tensors: Mapping[str, Tensor], parameters: Mapping[str, Tensor], head_dim: int
     ) -> dict[str, Tensor]:
         """Inverse of `join`. parameters: tensors of the native shapes."""
-        rows = {}
-        for stored, names in self.tensors(parameters).items():
-            parts = tensors[stored].split([len(parameters[name]) for name in names])
+        matrices, rows = self.matrices(parameters), {}
+        for stored, names in self.tensors(matrices).items():
+            parts = tensors[stored].split([len(matrices[name]) for name in names])
             for name, part in zip(names, parts, strict=True):
                 rows[name] = self.restore(name, part, head_dim)
-        return rows
+        return {
+            name: torch.stack([rows[f"{name}@{i}"] for i in range(len(value))]) if self.is_stack(name) else rows[name]
+            for name, value in parameters.items()
+        }
 
     def sizes(self, config: Config) -> Any:
         """Return the sizes that a config.json describes. Raises ValueError for an unsupported model."""
@@ -154,24 +198,24 @@ class HuggingFace:
             if config.get(key, value) != value:
                 raise ValueError(f"{key} {text_of(config[key])}: this model supports only {text_of(value)}")
         defaults = _DEFAULTS | self.defaults
-        nullable = {_key(f.name) for f in fields(self.sizes_type) if types.NoneType in get_args(f.type)}
+        nullable = {self._key(f.name) for f in fields(self.sizes_type) if types.NoneType in get_args(f.type)}
         nullable |= {"num_key_value_heads"}  # null: as many as heads
         given = {key: v for key, v in config.items() if v is not None or key in nullable or key not in defaults}
         config = defaults | given
         own = {f for f in fields(self.sizes_type) if f.name not in _SHARED}
         common = {f for f in own if f.name in {g.name for g in fields(Sizes)}}
-        _check(config, common)
+        self._check(config, common)
         derived = {"num_key_value_heads": config["num_attention_heads"]}
         derived["head_dim"] = config["hidden_size"] // config["num_attention_heads"]
         config = self.read({**config, **{key: v for key, v in derived.items() if config.get(key) is None}})
-        _check(config, own - common)
-        values = {f.name: config[_key(f.name)] for f in own if _key(f.name) in config}
+        self._check(config, {f for f in own - common if f.name not in self.omitted})
+        values = {f.name: config[self._key(f.name)] for f in own if self._key(f.name) in config}
         names = {f.name for f in fields(self.sizes_type)}
         values |= read_windows(config, names) | read_rope(config, self.sizes_type)
         try:
             sizes = self.sizes_type(**{name: value for name, value in values.items() if name in names})
         except SizeError as error:
-            keys = FIELDS | ROPE_FIELDS
+            keys = FIELDS | ROPE_FIELDS | self.size_keys
             raise ValueError(re.sub(r"\w+", lambda word: keys.get(word[0], word[0]), str(error))) from None
         if config["head_dim"] != sizes.head_dim:
             message = f"must be hidden_size / num_attention_heads = {sizes.head_dim}"
@@ -187,31 +231,29 @@ class HuggingFace:
 
     def config(self, sizes: Any, context_window: int) -> dict[str, Any]:
         """Return the fields of config.json that depend on the model. context_window: longest sequence in training."""
-        own = [f.name for f in fields(sizes) if f.name not in _SHARED or f.name == "window"]
+        own = [f.name for f in fields(sizes) if f.name not in _SHARED | {*self.omitted} or f.name == "window"]
         return {
             "architectures": [self.architecture],
             "model_type": self.model_type,
             **self.fixed,
-            **{_key(name): getattr(sizes, name) for name in own},
+            **{self._key(name): getattr(sizes, name) for name in own},
             "head_dim": sizes.head_dim,
             "max_position_embeddings": max(context_window, sizes.context_window),
             **write_rope(sizes),
             **self.write(sizes),
         }
 
+    def _key(self, size: str) -> str:
+        """Return the key of a size in config.json."""
+        return self.size_keys.get(size, FIELDS.get(size, size))
 
-def _key(name: str) -> str:
-    """Return the key of a size in config.json."""
-    return FIELDS.get(name, name)
-
-
-def _check(config: Config, sizes: Iterable[Field]) -> None:
-    """Raise ValueError if a size has a wrong type, or is missing although it is neither derived nor has a default."""
-    for f in sorted(sizes, key=lambda f: f.name):
-        if config.get(_key(f.name)) is not None:
-            require(_key(f.name), config[_key(f.name)], f.type)
-        elif f.default is MISSING and f.name not in ("n_kv_heads", "head_dim"):
-            raise ValueError(f"{_key(f.name)} is missing")
+    def _check(self, config: Config, sizes: Iterable[Field]) -> None:
+        """Raise ValueError if a size has a wrong type, or is missing although it is neither derived nor has a default."""
+        for f in sorted(sizes, key=lambda f: f.name):
+            if config.get(self._key(f.name)) is not None:
+                require(self._key(f.name), config[self._key(f.name)], f.type)
+            elif f.default is MISSING and f.name not in ("n_kv_heads", "head_dim"):
+                raise ValueError(f"{self._key(f.name)} is missing")
 
 
 def _split(parameter: str) -> tuple[str, str, str]:

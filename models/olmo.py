@@ -1,5 +1,6 @@
 """OLMo 2 (OLMo Team 2024, arXiv:2501.00656) and OLMo 3 (OLMo Team 2025, arXiv:2512.13961): norms follow attention and
-feed-forward layer, and queries and keys have norms over all heads. In OLMo 3, three of four layers attend to a window, and only
+feed-forward layer, and queries and keys have norms over all heads. OLMoE (Muennighoff et al. 2024, arXiv:2409.02060) has norms
+before them, and mixtures of experts. In OLMo 3, three of four layers attend to a window, and only
 the other layers' context window is extended. Dimensions: config.json of the published models."""
 
 from dataclasses import dataclass, replace
@@ -8,9 +9,10 @@ from functools import partial
 from torch import nn
 
 from models.blocks import PostNormBlock
-from models.components import AllHeadsRMSNorm, Attention
-from models.decoder import Decoder
+from models.components import AllHeadsRMSNorm, Attention, FeedForward
+from models.decoder import Decoder, pre_norm_decoder
 from models.huggingface import (
+    MIXTURE_NAMES,
     NAMES,
     Config,
     HuggingFace,
@@ -21,8 +23,9 @@ from models.huggingface import (
     write_rope_by_type,
     write_windows,
 )
+from models.moe import MixtureOfExperts
 from models.rope import Rope
-from models.sizes import DEBUG_DERIVED, DecoderSizes, MixedSizes, text_of
+from models.sizes import DEBUG_DERIVED, DEBUG_EXPERTS, DecoderSizes, MixedSizes, MixtureSizes, text_of
 from models.spec import LayerKind, ModelSpec
 
 
@@ -40,16 +43,29 @@ class Olmo3Sizes(Olmo2Sizes, MixedSizes):
         return {"full": full, "sliding": replace(sliding, rope=Rope(dim=self.head_dim, theta=self.rope_theta))}
 
 
-def olmo(sizes: Olmo2Sizes) -> Decoder:
-    norm, bias = partial(nn.RMSNorm, eps=sizes.norm_eps), sizes.attention_bias
-    all_heads = partial(AllHeadsRMSNorm, eps=sizes.norm_eps)
+@dataclass(frozen=True, kw_only=True)
+class OlmoeSizes(MixtureSizes):
+    attention_bias: bool = False
 
-    def block(kind: LayerKind) -> PostNormBlock:
-        q_norm, k_norm = (all_heads(n * sizes.head_dim) for n in (sizes.n_heads, sizes.n_kv_heads))
-        attention = Attention(sizes, kind, qkv_bias=bias, out_bias=bias, q_norm=q_norm, k_norm=k_norm)
-        return PostNormBlock(sizes, norm, attention)
+
+def _attention(sizes: Olmo2Sizes | OlmoeSizes, kind: LayerKind) -> Attention:
+    norm, bias = partial(AllHeadsRMSNorm, eps=sizes.norm_eps), sizes.attention_bias
+    q_norm, k_norm = norm(sizes.n_heads * sizes.head_dim), norm(sizes.n_kv_heads * sizes.head_dim)
+    return Attention(sizes, kind, qkv_bias=bias, out_bias=bias, q_norm=q_norm, k_norm=k_norm)
+
+
+def olmo(sizes: Olmo2Sizes) -> Decoder:
+    norm = partial(nn.RMSNorm, eps=sizes.norm_eps)
+
+    def block(index: int, kind: LayerKind) -> PostNormBlock:
+        feed_forward = FeedForward(sizes.dim, sizes.hidden_dim)
+        return PostNormBlock(sizes, norm, _attention(sizes, kind), feed_forward)
 
     return Decoder(sizes, norm, block)
+
+
+def olmoe(sizes: OlmoeSizes) -> Decoder:
+    return pre_norm_decoder(sizes, partial(_attention, sizes), lambda index: MixtureOfExperts(sizes))
 
 
 _huggingface = partial(
@@ -97,5 +113,25 @@ OLMO3 = ModelSpec(
         defaults={"rms_norm_eps": 1e-5, "rope_theta": 500_000.0, "sliding_window": 4096},
         read=_read,
         write=lambda sizes: write_windows(sizes) | write_rope_by_type(sizes, sizes.rope_theta),
+    ),
+)
+OLMOE = ModelSpec(
+    model=olmoe,
+    sizes={
+        "debug": OlmoeSizes(**DEBUG_DERIVED | DEBUG_EXPERTS),
+        "7b-a1b": OlmoeSizes(
+            **{"dim": 2048, "n_layers": 16, "n_heads": 16, "n_kv_heads": 16, "head_dim": 128, "hidden_dim": 1024},
+            **{"vocab_size": 50304, "n_experts": 64, "experts_per_token": 8},
+        ),
+    },
+    huggingface=HuggingFace(
+        model_type="olmoe",
+        architecture="OlmoeForCausalLM",
+        sizes_type=OlmoeSizes,
+        fixed={"hidden_act": "silu", "clip_qkv": None},
+        defaults={"rms_norm_eps": 1e-5, "intermediate_size": 2048, "num_experts": 64, "num_experts_per_tok": 8}
+        | {"max_position_embeddings": 4096},
+        omitted=("sparse_layers",),
+        names=MIXTURE_NAMES,
     ),
 )

@@ -1,15 +1,17 @@
 """Qwen2.5 (Qwen Team 2024, arXiv:2412.15115), with biases on queries, keys and values, and Qwen3 (Qwen Team 2025,
-arXiv:2505.09388), with norms of each head's queries and keys. Dimensions: config.json of the published models."""
+arXiv:2505.09388), with norms of each head's queries and keys, dense and with mixtures of experts. Dimensions: config.json of the
+published models."""
 
 from dataclasses import dataclass
 from functools import partial
 
 from torch import nn
 
-from models.components import Attention
+from models.components import Attention, FeedForward
 from models.decoder import Decoder, pre_norm_decoder
-from models.huggingface import Config, HuggingFace, first, with_layer_types, write_layer_types
-from models.sizes import DEBUG, DEBUG_DERIVED, MixedSizes, text_of
+from models.huggingface import MIXTURE_NAMES, Config, HuggingFace, first, with_layer_types, write_layer_types
+from models.moe import MixtureOfExperts
+from models.sizes import DEBUG, DEBUG_DERIVED, DEBUG_EXPERTS, MixedSizes, MixtureSizes, WindowedSizes, require, text_of
 from models.spec import LayerKind, ModelSpec
 
 
@@ -24,17 +26,36 @@ class Qwen3Sizes(QwenSizes):
     attention_bias: bool = False
 
 
+@dataclass(frozen=True, kw_only=True)
+class Qwen3MoeSizes(WindowedSizes, MixtureSizes):
+    norm_eps: float = 1e-6
+    attention_bias: bool = False
+    expert_hidden_dim: int
+
+    @property
+    def expert_dim(self) -> int:
+        return self.expert_hidden_dim
+
+
 def qwen2(sizes: QwenSizes) -> Decoder:
     return pre_norm_decoder(sizes, lambda kind: Attention(sizes, kind, qkv_bias=True))
 
 
 def qwen3(sizes: Qwen3Sizes) -> Decoder:
+    return pre_norm_decoder(sizes, partial(_attention, sizes))
+
+
+def qwen3_moe(sizes: Qwen3MoeSizes) -> Decoder:
+    def feed_forward(index: int) -> nn.Module:
+        is_sparse = sizes.all_sparse_layers[index]
+        return MixtureOfExperts(sizes) if is_sparse else FeedForward(sizes.dim, sizes.hidden_dim)
+
+    return pre_norm_decoder(sizes, partial(_attention, sizes), feed_forward)
+
+
+def _attention(sizes: Qwen3Sizes | Qwen3MoeSizes, kind: LayerKind) -> Attention:
     norm, bias = partial(nn.RMSNorm, sizes.head_dim, eps=sizes.norm_eps), sizes.attention_bias
-
-    def attention(kind: LayerKind) -> Attention:
-        return Attention(sizes, kind, qkv_bias=bias, out_bias=bias, q_norm=norm(), k_norm=norm())
-
-    return pre_norm_decoder(sizes, attention)
+    return Attention(sizes, kind, qkv_bias=bias, out_bias=bias, q_norm=norm(), k_norm=norm())
 
 
 def _read(config: Config) -> Config:
@@ -96,5 +117,68 @@ QWEN3 = ModelSpec(
         architecture="Qwen3ForCausalLM",
         sizes_type=Qwen3Sizes,
         defaults=_DEFAULTS | {"head_dim": 128},
+    ),
+)
+
+
+def _read_moe(config: Config) -> Config:
+    """Return the configuration with the dense layers as sparse_layers. transformers 5.24 writes the number of experts as
+    num_local_experts, older versions and the published files as num_experts."""
+    step, dense = first(config.get("decoder_sparse_step"), 1), first(config.get("mlp_only_layers"), [])
+    require("decoder_sparse_step", step, int)
+    if not isinstance(dense, list) or not all(type(i) is int and i >= 0 for i in dense):
+        raise ValueError(f"mlp_only_layers {text_of(dense)}: must be a list of indices of layers")
+    sparse = [i not in dense and (i + 1) % step == 0 for i in range(config["num_hidden_layers"])]
+    n_experts = first(config.get("num_experts"), config.get("num_local_experts"), 128)
+    window = config.get("sliding_window") if config.get("use_sliding_window") else None
+    return {**config, "sliding_window": window, "sparse_layers": sparse, "num_experts": n_experts}
+
+
+def _write_moe(sizes: Qwen3MoeSizes) -> Config:
+    dense = [i for i, is_sparse in enumerate(sizes.all_sparse_layers) if not is_sparse]
+    return {"use_sliding_window": sizes.window is not None, "mlp_only_layers": dense, "decoder_sparse_step": 1}
+
+
+_qwen3_moe = partial(
+    Qwen3MoeSizes, head_dim=128, vocab_size=151936, n_experts=128, experts_per_token=8, normalize_weights=True
+)
+QWEN3_MOE = ModelSpec(
+    model=qwen3_moe,
+    sizes={
+        "debug": Qwen3MoeSizes(
+            **DEBUG | DEBUG_EXPERTS | {"hidden_dim": 352}, expert_hidden_dim=96, normalize_weights=True
+        ),
+        "30b-a3b": _qwen3_moe(
+            **{
+                "dim": 2048,
+                "n_layers": 48,
+                "n_heads": 32,
+                "n_kv_heads": 4,
+                "hidden_dim": 6144,
+                "expert_hidden_dim": 768,
+            }
+        ),
+        "235b-a22b": _qwen3_moe(
+            **{
+                "dim": 4096,
+                "n_layers": 94,
+                "n_heads": 64,
+                "n_kv_heads": 4,
+                "hidden_dim": 12288,
+                "expert_hidden_dim": 1536,
+            }
+        ),
+    },
+    huggingface=HuggingFace(
+        model_type="qwen3_moe",
+        architecture="Qwen3MoeForCausalLM",
+        sizes_type=Qwen3MoeSizes,
+        defaults=_DEFAULTS
+        | {"num_key_value_heads": 4, "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768}
+        | {"num_experts_per_tok": 8, "head_dim": 128},
+        read=_read_moe,
+        write=_write_moe,
+        omitted=("sparse_layers",),
+        names=MIXTURE_NAMES,
     ),
 )

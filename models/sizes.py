@@ -224,10 +224,46 @@ class MixedSizes(WindowedSizes):
     layer_kinds = all_layer_types
 
 
+@dataclass(frozen=True, kw_only=True)
+class MixtureSizes(DecoderSizes):
+    """Sizes of a family whose feed-forward layers are mixtures of experts."""
+
+    n_experts: int
+    experts_per_token: int
+    normalize_weights: bool = False
+    """Whether the weights of a token's experts are divided by their sum."""
+    sparse_layers: tuple[bool, ...] = (True,)
+    """Whether each layer is a mixture of experts, in order and repeated up to n_layers. Otherwise it is a feed-forward layer of
+    the width hidden_dim."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.experts_per_token > self.n_experts:
+            message = f"experts_per_token {self.experts_per_token} must be at most n_experts {self.n_experts}"
+            raise SizeError(message, "experts_per_token", "n_experts")
+        if not self.sparse_layers:
+            raise SizeError("sparse_layers must have at least one value", "sparse_layers")
+
+        if not any(self.all_sparse_layers):
+            raise SizeError("sparse_layers must contain true: without experts it is a dense model", "sparse_layers")
+        object.__setattr__(self, "sparse_layers", shortest_period(self.all_sparse_layers))
+
+    @property
+    def expert_dim(self) -> int:
+        """Width of an expert."""
+        return self.hidden_dim
+
+    @property
+    def all_sparse_layers(self) -> tuple[bool, ...]:
+        return repeated(self.sparse_layers, self.n_layers)
+
+
 DEBUG = dict(dim=128, n_layers=4, n_heads=8, n_kv_heads=4, head_dim=24, hidden_dim=352, vocab_size=2048)
 """Dimensions for a laptop, with the vocabulary of the shipped tokenizer. Heads are wider than dim / n_heads."""
 DEBUG_DERIVED = DEBUG | dict(head_dim=16)
 """Dimensions for families whose heads always have dim / n_heads values. Some readers of their files do not read the head dim."""
+DEBUG_EXPERTS = dict(hidden_dim=96, n_experts=8, experts_per_token=2)
+"""Experts for a laptop, which are divisible by every layout on eight ranks."""
 
 
 def shortest_period(values: Sequence[T]) -> tuple[T, ...]:

@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
-from torch import Generator, Tensor
+from torch import Generator, Tensor, nn
 
 from models.context import Context
 
@@ -29,13 +29,37 @@ class Model(Protocol):
         """
 
     def init_parameter(self, name: str, rows: Tensor, generator: Generator) -> None:
-        """Fill `rows` with initial values drawn from the generator. rows: some rows of the parameter `name`, with all columns."""
+        """Fill `rows` with initial values drawn from the generator. rows: some rows of the parameter `name`, with all columns.
+        If the parameter is a stack of matrices (three dims), they are rows of one of them."""
 
     def flops_per_token(self, seq_len: int) -> int:
         """Return the number of floating-point operations per token, in forward and backward."""
 
     def plan(self) -> "ParallelPlan":
         """Return how the model may be sharded. The model must be complete and not parallelized."""
+
+
+def tensor_styles(module: nn.Module) -> dict[str, str]:
+    """Return the tensor-parallel styles that the modules inside a module declare, by name: TENSOR maps names relative to the
+    declaring module to keys of styles() in trainer/parallel/tensor.py. A module's own declaration overrides that of the module
+    that contains it. Modules without parameters, such as the norms that a family does not have, need no style."""
+    styles = {}
+    for name, owner in module.named_modules():
+        for inner, style in getattr(owner, "TENSOR", {}).items():
+            if any(True for _ in owner.get_submodule(inner).parameters()):
+                styles[f"{name}.{inner}".strip(".")] = style
+    return styles
+
+
+def multiply_adds(model: nn.Module) -> dict[str, int]:
+    """Return name of a matrix, or of stacked matrices -> number of multiply-adds per token in its products. A linear layer
+    multiplies each token by its weight. Other modules state their numbers in `multiply_adds_per_token`, by parameter."""
+    counts = {}
+    for name, module in model.named_modules():
+        own = {"weight": module.weight.numel()} if isinstance(module, nn.Linear) else {}
+        own = getattr(module, "multiply_adds_per_token", own)
+        counts |= {f"{name}.{leaf}".strip("."): count for leaf, count in own.items()}
+    return counts
 
 
 class SizeError(ValueError):
@@ -88,10 +112,10 @@ class ParallelPlan:
     """Whether a parameter is used both before and after the blocks."""
     tensor: Mapping[str, str]
     """Name of a module outside the blocks -> its tensor-parallel style, a key of styles() in trainer/parallel/tensor.py."""
-    tensor_block: Mapping[str, str]
-    """Name of a module inside a block -> its tensor-parallel style."""
     tp_divisible: tuple[str, ...]
     """Names of the sizes that the tensor-parallel degree must divide."""
+    has_experts: bool
+    """Whether blocks contain mixtures of experts."""
     attention: str
     """Name of the replaceable attention kernel inside a block. The kernel has no parameters. Its forward is (q, k, v, mask) ->
     output, where k and v cover the full sequence."""

@@ -89,10 +89,11 @@ def build_trainer(
     if point is not None:
         require_same_tokenizer(point, config.tokenizer, text.tokenizer)
 
-    meshes = Meshes(resolved.dims, device, timedelta(seconds=config.distributed.timeout_s))
+    timeout = timedelta(seconds=config.distributed.timeout_s)
+    meshes = Meshes(resolved.dims, device, timeout, resolved.plan.has_experts)
     backend = CPU_BACKEND if device.type == "cpu" else GPU_BACKEND
     model_parts = build_model_parts(config, resolved, meshes, backend)  # on the meta device: they take no memory yet
-    check_memory(config, resolved, [p for part in model_parts.values() for p in part.parameters()], device)
+    check_memory(config, resolved, model_parts.values(), device)
 
     datasets = prepare_and_open(config, text.tokenizer)
     config = with_steps(config, datasets, saved)

@@ -17,6 +17,7 @@ from trainer.objective.preference import Preference
 from trainer.optim.optimizer import build_optimizer
 from trainer.optim.quantization import require_shard_independent_blocks
 from trainer.parallel.attention import AttentionBackend
+from trainer.parallel.balance import Load, apply_balance
 from trainer.parallel.context import shard_sequence
 from trainer.parallel.fsdp import start_microbatch
 from trainer.parallel.init_weights import allocate, initialize
@@ -80,6 +81,8 @@ class StepResult:
     """Number of the objective's terms: target tokens or pairs."""
     means: dict[str, Tensor]
     """Means of the loss and of the objective's metrics over the terms, by name."""
+    routing: dict[str, Tensor]
+    """Metrics of the routers by name, see Load. Empty for a model without experts."""
 
 
 class Engine:
@@ -119,6 +122,11 @@ class Engine:
         else:
             accumulator = GradientAccumulator(self.parameters.values(), config.optimizer.frees_gradients)
             start, self.gradient_sums = accumulator.start_microbatch, accumulator.sums
+        self.load = None
+        if resolved.plan.has_experts:
+            for part in model_parts.values():
+                apply_balance(part, config.experts, training.global_batch_size, meshes)
+            self.load = Load(model_parts.values(), resolved.sizes, device)
         # After the accumulator: the optimizer's hooks of gradients must run after its own.
         self.optimizer = build_optimizer(self.parameters, config.optimizer, resolved.dims.ranks_per_stage)
         self.guard = StabilityGuard(config.resilience, self.optimizer.device)
@@ -170,6 +178,7 @@ class Engine:
         if self.config.optimizer.in_backward:
             on_before_update()
         means = self.forward_backward(microbatches, num_terms)
+        routing = {} if self.load is None else self.load.take(self.config.training.global_batch_size)
         self.phases.start("clip")
         grad_norm, votes = self.optimizer.clip(self.config.training.max_norm, vote=stop)
         self.phases.start("optimizer")
@@ -177,7 +186,7 @@ class Engine:
         skip, outcome = self.guard.decide(means["loss"], grad_norm, votes)
         self.optimizer.step(skip=skip)
         self.phases.start("other")
-        return StepResult(outcome=outcome, num_terms=num_terms, means=means)
+        return StepResult(outcome=outcome, num_terms=num_terms, means=means, routing=routing)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors that are saved in checkpoints, by their names in the checkpoint. The tensors are not copied. Frozen

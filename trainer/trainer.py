@@ -158,6 +158,7 @@ class Trainer:
         objective = self.engine.objective
         values = {objective.unit: int(result.num_terms.item())}
         values |= {name: result.means[name].item() for name in objective.metrics}
+        values |= {name: value.item() for name, value in result.routing.items()}
         self.metrics.log_step(self.state, outcome, self._lr(self.state.step), values)
 
     def evaluate(self) -> None:

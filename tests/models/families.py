@@ -6,6 +6,7 @@ from functools import cache
 
 import torch
 import transformers
+from transformers import core_model_loading
 
 from models import MODELS
 from models.context import Context
@@ -85,6 +86,25 @@ CONFIGS: dict[str, list[dict]] = {
             },
         },
     ],
+    "mixtral": [
+        {"num_local_experts": 4, "num_experts_per_tok": 2},
+        {"num_local_experts": 5, "num_experts_per_tok": 1, "sliding_window": 7, "head_dim": 12} | _MHA | _TIED,
+    ],
+    "olmoe": [
+        {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True},
+        {"num_experts": 6, "num_experts_per_tok": 3, "attention_bias": True} | _TIED,
+    ],
+    "qwen3-moe": [
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 16},
+        {
+            **{"num_local_experts": 6, "num_experts_per_tok": 4, "moe_intermediate_size": 80, "norm_topk_prob": True},
+            **{"decoder_sparse_step": 2, "mlp_only_layers": [3], "head_dim": 12, "attention_bias": True} | _TIED,
+        },
+        {
+            **{"num_local_experts": 4, "num_experts_per_tok": 4, "moe_intermediate_size": 40, "head_dim": 12},
+            **{"mlp_only_layers": [0], "use_sliding_window": True, "sliding_window": 5},
+        },
+    ],
     "phi": [
         {"sliding_window": 9},
         {"num_attention_heads": 2, "rope_parameters": _LONG, "original_max_position_embeddings": 16} | _TIED,
@@ -103,6 +123,7 @@ def hf_model_of(family: str, index: int) -> transformers.PreTrainedModel:
     cls = getattr(transformers, MODELS[family].huggingface.architecture)
     config = cls.config_class(**copy.deepcopy(_COMMON | CONFIGS[family][index]))  # transformers changes its arguments
     config._attn_implementation = "eager"
+    config._experts_implementation = "eager"
     model = cls(config).eval()
     randomize(model)
     return model
@@ -113,8 +134,13 @@ def config_of(family: str, index: int) -> dict:
     return json.loads(hf_model_of(family, index).config.to_json_string(use_diff=False))
 
 
+def stored_tensors(model: transformers.PreTrainedModel, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return tensors of transformers' parameters as save_pretrained stores them: those of experts are stacked in memory only."""
+    return core_model_loading.revert_weight_conversion(model, tensors)
+
+
 def split_rows(spec: ModelSpec, model: Decoder, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the rows of each of our parameters. tensors: by the names in transformers."""
+    """Return the rows of each of our parameters. tensors: by the names in transformers' files."""
     return spec.huggingface.split(tensors, dict(model.named_parameters()), model.sizes.head_dim)
 
 
@@ -122,7 +148,9 @@ def model_of(family: str, index: int) -> Decoder:
     """Return our model with the same parameters."""
     spec = MODELS[family]
     model = spec.model(spec.huggingface.sizes(config_of(family, index)).for_seq_len(SEQ))
-    model.load_state_dict(split_rows(spec, model, hf_model_of(family, index).state_dict()), strict=False)
+    reference = hf_model_of(family, index)
+    tensors = stored_tensors(reference, reference.state_dict())
+    model.load_state_dict(split_rows(spec, model, tensors), strict=False)
     return model
 
 

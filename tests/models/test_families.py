@@ -11,7 +11,17 @@ import torch.nn.functional as F
 from models import MODELS
 from models.context import Context
 from models.spec import meta_model
-from tests.models.families import CASES, CONFIGS, SEQ, config_of, hf_model_of, inputs, model_of, split_rows
+from tests.models.families import (
+    CASES,
+    CONFIGS,
+    SEQ,
+    config_of,
+    hf_model_of,
+    inputs,
+    model_of,
+    split_rows,
+    stored_tensors,
+)
 from trainer.inference.generate import CachedAttention
 
 PUBLISHED = {
@@ -38,6 +48,9 @@ PUBLISHED = {
         **{"270m": 268_098_176, "1b": 999_885_952, "4b": 3_880_263_168, "12b": 11_766_034_176},
         "27b": 27_009_346_304,
     },
+    "mixtral": {"8x7b": 46_702_792_704, "8x22b": 140_630_071_296},
+    "olmoe": {"7b-a1b": 6_919_161_856},
+    "qwen3-moe": {"30b-a3b": 30_532_122_624, "235b-a22b": 235_093_634_560},
     "phi": {"3-mini-4k": 3_821_079_552, "3-medium-4k": 13_960_238_080, "4-14b": 14_659_507_200},
 }
 
@@ -147,13 +160,13 @@ def test_logits_and_every_gradient_equal_those_of_transformers(family, index):
     for logits in (expected, actual):
         F.cross_entropy(logits.flatten(0, 1), tokens.flatten()).backward()
     assert distance(actual, expected) < 1e-5
-    gradients = {name: p.grad for name, p in reference.named_parameters()}
+    gradients = stored_tensors(reference, {name: p.grad for name, p in reference.named_parameters()})
     # A bias of keys without positional encoding has no gradient, so errors are compared with all gradients too.
     floor = 1e-2 * torch.stack([g.norm() for g in gradients.values()]).norm().item()
     expected = split_rows(spec, model, gradients)
     for name, parameter in model.named_parameters():
         assert distance(parameter.grad, expected[name], floor) < 1e-5, name
-    assert spec.huggingface.tensors(expected).keys() == gradients.keys()
+    assert spec.huggingface.join(expected, model.sizes.head_dim).keys() == gradients.keys()
 
 
 @pytest.mark.parametrize(("family", "index"), CASES)
@@ -230,6 +243,8 @@ def test_a_configuration_round_trips(family, index):
         "pad_token_id",
         "bos_token_id",
         "eos_token_id",
+        "decoder_sparse_step",  # written as mlp_only_layers
+        "mlp_only_layers",
     }
     differences = {k for k in config.keys() | again.keys() if config.get(k) != again.get(k)} - derived
     if not config.get("use_sliding_window"):

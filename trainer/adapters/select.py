@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Generator, Tensor, nn
 
-from models.spec import Model, ParallelPlan
+from models.spec import Model, ParallelPlan, multiply_adds
 from trainer.config import ConfigError, LoraConfig
 from trainer.config.fields import matching
 
@@ -46,9 +46,9 @@ class TrainedParameters:
 
     def flops_per_token(self, model: Model, seq_len: int) -> int:
         """Return the number of floating-point operations per token. Backward computes no gradient of a frozen matrix."""
-        linear = {id(m.weight): m.weight for m in model.modules() if isinstance(m, nn.Linear)}
         trained = {id(p) for name, p in model.named_parameters() if name in self.fully}
-        frozen = sum(weight.numel() for key, weight in linear.items() if key not in trained)
+        counts = multiply_adds(model).items()
+        frozen = sum(count for name, count in counts if id(model.get_parameter(name)) not in trained)
         adapters = sum(rows * columns for rows, columns in self.shapes.values())
         return model.flops_per_token(seq_len) - 2 * frozen + 6 * adapters
 

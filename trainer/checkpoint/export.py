@@ -12,7 +12,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from models.spec import ModelSpec
+from models.spec import ModelSpec, meta_model
 from trainer.checkpoint import manifest
 from trainer.checkpoint.adapter import AdapterSource, is_adapter, open_weights
 from trainer.checkpoint.manifest import CorruptError
@@ -82,7 +82,9 @@ class HfExport:
 
     def _write_weights(self, folder: Path, shard_bytes: int, progress: Progress) -> None:
         parameters = sorted((key.removeprefix("model/") for key in self.index), key=layer_order)
-        stored = self.spec.huggingface.tensors(parameters)
+        hf, model = self.spec.huggingface, meta_model(self.spec.model, self.sizes)
+        shapes = {name: model.get_parameter(name) for name in parameters}
+        stored = hf.tensors(hf.matrices(shapes))
         entries = [self._entry(name, group, progress) for name, group in stored.items()]
         groups = group_by_file(entries, shard_bytes)
         metadata = export_metadata(self.checkpoint)
@@ -95,19 +97,25 @@ class HfExport:
             text = {"metadata": {"total_size": sum(e.num_bytes for e in entries)}, "weight_map": weight_map}
             _write_json(folder / "model.safetensors.index.json", text)
 
-    def _entry(self, name: str, parameters: Sequence[str], progress: Progress) -> TensorWrite:
-        """Return the tensor that contains the rows of these parameters. name: its name in Hugging Face's format."""
+    def _entry(self, name: str, matrices: Sequence[str], progress: Progress) -> TensorWrite:
+        """Return the tensor that contains the rows of these matrices, see HuggingFace.name. name: of the tensor."""
         hf, head_dim = self.spec.huggingface, self.sizes.head_dim
 
-        def read(parameter: str, start: int, stop: int) -> Tensor:
-            return hf.reorder(parameter, self.weights.rows(parameter, start, stop), head_dim)
+        def read(matrix: str, start: int, stop: int) -> Tensor:
+            return hf.reorder(matrix, self.weights.rows(matrix, start, stop), head_dim)
 
         def pieces() -> Iterator[Tensor]:
-            for parameter, shape in zip(parameters, shapes, strict=True):
-                yield from read_in_chunks(partial(read, parameter), shape, self.dtype, head_dim, progress)
+            for matrix, shape in zip(matrices, shapes, strict=True):
+                group = head_dim if hf.is_permuted(matrix) else 1
+                yield from read_in_chunks(partial(read, matrix), shape, self.dtype, group, progress)
 
-        shapes = [self.index[f"model/{parameter}"].shape for parameter in parameters]
+        shapes = [self._shape(matrix) for matrix in matrices]
         return TensorWrite(name, self.dtype, (sum(shape[0] for shape in shapes), *shapes[0][1:]), pieces)
+
+    def _shape(self, matrix: str) -> tuple[int, ...]:
+        parameter, _, expert = matrix.partition("@")
+        shape = self.index[f"model/{parameter}"].shape
+        return shape[1:] if expert else shape
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -121,8 +121,9 @@ def _parameter_index(
     parameters = dict(model.named_parameters())
     expected = hf.join(parameters, sizes.head_dim)
     originals = {parameter: name for name, parameter in parameters.items()}
-    tied = {hf.name(name): parameter for name, parameter in model.named_parameters(remove_duplicate=False)}
-    tied = {name: parameter for name, parameter in tied.items() if name in stored.keys() - expected.keys()}
+    every = model.named_parameters(remove_duplicate=False)
+    tied = {hf.name(name): parameter for name, parameter in every if name not in parameters}
+    tied = {name: parameter for name, parameter in tied.items() if name in stored}
     require_parameters(folder, stored, expected | tied)
     for name, parameter in tied.items():
         original = hf.name(originals[parameter])
@@ -130,9 +131,14 @@ def _parameter_index(
             raise CorruptError(f"{name} differs from {original}, but config.json ties the two tensors")
     index = {}
     for name, parameter in parameters.items():
-        tensor, shape = stored[hf.name(name)], tuple(parameter.shape)
-        chunk = Chunk(tensor.chunks[0].file, (0,) * len(shape), shape)
-        index[name] = TensorMetadata(tensor.dtype, shape, (chunk,))
+        shape = tuple(parameter.shape)
+        tensors = [stored[hf.name(matrix)] for matrix in hf.matrices({name: parameter})]
+        dtypes = {tensor.dtype for tensor in tensors}
+        if len(dtypes) > 1:
+            raise CorruptError(f"{hf.name(f'{name}@0')} and the same tensor of other experts have different dtypes")
+        size = (shape[0] // len(tensors), *shape[1:])  # one matrix of a stack, or all rows
+        chunks = (Chunk(t.chunks[0].file, (i, *(0,) * len(shape[1:])), size) for i, t in enumerate(tensors))
+        index[name] = TensorMetadata(tensors[0].dtype, shape, tuple(chunks))
     return index
 
 
@@ -184,8 +190,9 @@ class HfModelFolder:
 
     @cached_property
     def first_rows(self) -> Mapping[str, int]:
-        """Return name of a parameter -> its first row in the stored tensor."""
-        return self.spec.huggingface.first_rows(dict(meta_model(self.spec.model, self.sizes).named_parameters()))
+        """Return name of a matrix -> its first row in the stored tensor. See HuggingFace.name."""
+        hf, model = self.spec.huggingface, meta_model(self.spec.model, self.sizes)
+        return hf.first_rows(hf.matrices(dict(model.named_parameters())))
 
     def content(self, name: str) -> bytes:
         """Return the content of a small file of the folder. Raises ConfigError."""
@@ -198,8 +205,15 @@ class HfModelFolder:
 
     def read(self, tensors: Any, key: str, ranges: tuple[slice, ...]) -> Tensor:
         """Read ranges of a parameter from an open file, in the row order of this project. If the rows are permuted for RoPE,
-        complete heads are read. key: name of the parameter, with or without the prefix model/."""
-        name, hf, head_dim = key.removeprefix("model/"), self.spec.huggingface, self.sizes.head_dim
+        complete heads are read. key: of a chunk of the parameter (Chunk.key), with or without the prefix model/."""
+        name, _, offsets = key.removeprefix("model/").partition("@")
+        if self.spec.huggingface.is_stack(name):
+            expert = int(offsets.split(",")[0] or 0)  # a single expert is the full stack, without offsets
+            return self._read_matrix(tensors, f"{name}@{expert}", ranges[1:])[None]
+        return self._read_matrix(tensors, name, ranges)
+
+    def _read_matrix(self, tensors: Any, name: str, ranges: tuple[slice, ...]) -> Tensor:
+        hf, head_dim = self.spec.huggingface, self.sizes.head_dim
         tensor, group = tensors.get_slice(self.keys[hf.name(name)]), head_dim if hf.is_permuted(name) else 1
         start, stop = (row + self.first_rows[name] for row in (ranges[0].start, ranges[0].stop))
         first, last = start // group * group, -(-stop // group) * group

@@ -78,10 +78,11 @@ class WeightSource:
         unread = ", ".join(unread_weights(self.folder))
         return f"{read}{f'; not {unread}' if unread else ''}"
 
-    def rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Return rows [start, stop) of a parameter. Raises CorruptError."""
+    def rows(self, matrix: str, start: int, stop: int) -> Tensor:
+        """Return rows [start, stop) of a parameter, or of the matrix `parameter@expert` of a stack. Raises CorruptError."""
+        name, _, expert = matrix.partition("@")
         key = f"model/{name}"
-        return read_rows(self.folder, key, self.index[key], start, stop, self.read)
+        return read_rows(self.folder, key, self.index[key], start, stop, self.read, int(expert) if expert else None)
 
     def digest(self) -> str:
         """Return a hash of the content of the weight files, collectively unless `alone`. Each rank reads some of them. Raises

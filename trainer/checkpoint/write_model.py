@@ -26,11 +26,19 @@ Progress = Callable[[int], None]
 
 
 def read_in_chunks(
-    read: Callable[[int, int], Tensor], shape: tuple[int, ...], dtype: torch.dtype, head_dim: int, progress: Progress
+    read: Callable[[int, int], Tensor], shape: tuple[int, ...], dtype: torch.dtype, group: int, progress: Progress
 ) -> Iterator[Tensor]:
-    """Yield a tensor in chunks of rows. Chunks of about _CHUNK_BYTES never split a head. read: returns rows [start, stop)."""
+    """Yield a tensor in chunks of rows, of about _CHUNK_BYTES.
+
+    Args:
+        read: Function that returns rows [start, stop).
+        shape: Of the tensor.
+        dtype: Of the chunks.
+        group: Number of rows that one chunk must contain together: head_dim, if rows of a head are permuted.
+        progress: Receives the bytes of each chunk.
+    """
     row_bytes = max(1, torch.Size(shape[1:]).numel() * dtype.itemsize)
-    num_rows = max(1, _CHUNK_BYTES // row_bytes // head_dim) * head_dim
+    num_rows = max(1, _CHUNK_BYTES // row_bytes // group) * group
     for start in range(0, shape[0], num_rows):
         chunk = read(start, min(start + num_rows, shape[0])).to(dtype)
         yield chunk
@@ -73,7 +81,8 @@ def import_folder(folder: HfModelFolder, family: str, out: Path, shard_bytes: in
     entries = []
     for name in sorted(folder.index, key=layer_order):
         dtype, shape, read = folder.index[name].dtype, folder.index[name].shape, partial(folder.rows, name)
-        pieces = partial(read_in_chunks, read, shape, dtype, folder.sizes.head_dim, progress)
+        group = folder.sizes.head_dim if folder.spec.huggingface.is_permuted(name) else 1
+        pieces = partial(read_in_chunks, read, shape, dtype, group, progress)
         entries.append(TensorWrite(f"model/{name}", dtype, shape, pieces))
     tokenizer_files = [name for name in _TOKENIZER_FILES if (folder.folder / name).exists()]
     ids = {key: folder.config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in folder.config}

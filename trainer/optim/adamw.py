@@ -19,7 +19,7 @@ _MOMENTS = {"exp_avg": True, "exp_avg_sq": False}
 
 
 def parameter_groups(parameters: Iterable[Tensor], weight_decay: float) -> list[dict]:
-    """Return two parameter groups: matrices, with weight decay, and one-dimensional parameters, without weight decay."""
+    """Return two parameter groups: matrices and stacked matrices, with weight decay, and one-dimensional parameters, without."""
     decay, no_decay = [], []
     for parameter in parameters:
         (decay if parameter.dim() >= 2 else no_decay).append(parameter)
@@ -87,7 +87,9 @@ class _MixedPrecisionAdamW(torch.optim.AdamW):
     def _update(self, p: Tensor, group: dict) -> None:
         tensors = {"p": p, "grad": p.grad, **self.state[p]}
         step = tensors.pop("step")
-        rows = max(1, _CHUNK_VALUES // max(1, p[:1].numel()))
+        if p.dim() > 2:  # a stack of matrices
+            tensors = {name: t.flatten(0, -2) for name, t in tensors.items()}
+        rows = max(1, _CHUNK_VALUES // max(1, tensors["p"][:1].numel()))
         for chunk in zip(*(t.split(rows) for t in tensors.values()), strict=True):
             # The kernel counts the step, here once per chunk.
             self._update_rows(dict(zip(tensors, chunk, strict=True)), step.clone(), group)

@@ -18,8 +18,9 @@ BLOCK_SIZE = 256
 
 
 def is_quantizable(matrix: Tensor) -> bool:
-    """Return whether each row of a matrix consists of complete blocks. If not, its moments stay fp32, like those of biases."""
-    return matrix.dim() == 2 and matrix.shape[1] % BLOCK_SIZE == 0
+    """Return whether each row of a matrix, or of stacked matrices, consists of complete blocks. If not, its moments stay fp32,
+    like those of biases."""
+    return matrix.dim() >= 2 and matrix.shape[-1] % BLOCK_SIZE == 0
 
 
 def require_shard_independent_blocks(parameters: Mapping[str, Tensor], config: OptimizerConfig) -> None:
@@ -27,7 +28,7 @@ def require_shard_independent_blocks(parameters: Mapping[str, Tensor], config: O
     for name, p in parameters.items():
         local = to_local(p)
         if config.state_dtype == "8bit" and is_quantizable(p) and not is_quantizable(local):
-            rule = f"'8bit' needs row lengths divisible by {BLOCK_SIZE}, but tp shortens the rows of {name} to {local.shape[1]}"
+            rule = f"'8bit' needs row lengths divisible by {BLOCK_SIZE}, but tp shortens the rows of {name} to {local.shape[-1]}"
             raise ConfigError("optimizer.state_dtype", f"{rule}; use 'bf16'")
 
 
@@ -47,7 +48,7 @@ def _values(signed: bool) -> list[float]:
 
 
 class BlockQuantizer:
-    """Quantizer of matrices that satisfy is_quantizable."""
+    """Quantizer of matrices that satisfy is_quantizable. Shapes are (..., rows, columns)."""
 
     def __init__(self, signed: bool, device: torch.device):
         self.values = torch.tensor(_values(signed), device=device)
@@ -58,19 +59,19 @@ class BlockQuantizer:
             self.boundaries[0] = 0.0
 
     def zeros_like(self, matrix: Tensor) -> tuple[Tensor, Tensor]:
-        """Return codes (shape of `matrix`) and scales (shape (rows, blocks per row)) that represent a matrix of zeros."""
+        """Return codes (shape of `matrix`) and scales (shape (..., rows, blocks per row)) that represent a matrix of zeros."""
         codes = torch.full_like(matrix, self.zero, dtype=torch.uint8)
-        return codes, matrix.new_zeros((matrix.shape[0], matrix.shape[1] // BLOCK_SIZE), dtype=torch.float32)
+        return codes, matrix.new_zeros((*matrix.shape[:-1], matrix.shape[-1] // BLOCK_SIZE), dtype=torch.float32)
 
     def dequantize(self, codes: Tensor, scales: Tensor) -> Tensor:
         """Return the values as fp32."""
         relative = self.values.index_select(0, codes.flatten().int())  # self.values[...] would need int64 indices
-        return (relative.view(*scales.shape, BLOCK_SIZE) * scales[:, :, None]).flatten(1)
+        return (relative.view(*scales.shape, BLOCK_SIZE) * scales[..., None]).flatten(-2)
 
     def quantize_(self, matrix: Tensor, codes: Tensor, scales: Tensor) -> None:
         """Write the quantized matrix to `codes` and `scales`. Quantizing a result of `dequantize` does not change the values."""
-        blocks = matrix.unflatten(1, (-1, BLOCK_SIZE))
-        scales.copy_(blocks.abs().amax(2))
+        blocks = matrix.unflatten(-1, (-1, BLOCK_SIZE))
+        scales.copy_(blocks.abs().amax(-1))
         divisors = scales.where(scales != 0, 1.0)  # no lower bound: scales may be subnormal
-        relative = (blocks / divisors[:, :, None]).flatten(1)
+        relative = (blocks / divisors[..., None]).flatten(-2)
         codes.copy_(torch.bucketize(relative, self.boundaries, out_int32=True))

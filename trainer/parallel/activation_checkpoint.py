@@ -3,19 +3,34 @@ arXiv:1604.06174)."""
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_temporarily
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    _CachedTorchDispatchMode,
+    _CachingTorchDispatchMode,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
+from models.grouped import GROUPED_PRODUCT
 from trainer.config import ActivationCheckpointConfig
 
 aten, collectives = torch.ops.aten, torch.ops._c10d_functional
 
 SAVEABLE_OPS = {
-    "matmuls": (aten.mm.default, aten.addmm.default, aten.bmm.default),
+    "matmuls": (
+        aten.mm.default,
+        aten.addmm.default,
+        aten.bmm.default,
+        GROUPED_PRODUCT,
+    ),
     "attention": (
         aten._scaled_dot_product_flash_attention.default,
         aten._scaled_dot_product_efficient_attention.default,
@@ -26,6 +41,7 @@ SAVEABLE_OPS = {
     ),
     # without sequence parallelism, an all-reduce takes the place of the reduce-scatter
     "reduce_scatters": (collectives.reduce_scatter_tensor.default, collectives.all_reduce.default),
+    "exchanges": (collectives.all_to_all_single.default,),
 }
 """Name in the setting activation_checkpoint.save -> operators whose results are saved."""
 
@@ -66,10 +82,19 @@ def block_forward(
     config: ActivationCheckpointConfig,
     compiled: bool,
     checkpoint_outside: bool = False,
+    fullgraph: bool = True,
 ) -> Forward:
     """Apply recomputation and compilation to a block's forward, and return the new forward. The block must already be sharded.
-    checkpoint_outside: whether full recomputation wraps the compiled block. Inside the block, backward does not repeat the last
-    matrix product, whose result it does not need."""
+
+    Args:
+        forward: Forward of the block.
+        policy: Result of recompute_policy.
+        config: What a selective policy saves.
+        compiled: Whether to compile the block.
+        checkpoint_outside: Whether full recomputation wraps the compiled block. Inside the block, backward does not repeat the
+            last matrix product, whose result it does not need.
+        fullgraph: Whether the block is one graph. False: it has experts, between whose graphs their own FSDP unit is gathered.
+    """
     if policy == "selected":
         forward = recompute_except(config.save, config.save_every_nth_matmul, forward)
     if policy == "gathers_compiled":
@@ -78,7 +103,7 @@ def block_forward(
     if policy == "all" and not outside:
         forward = checkpointed(forward)
     if compiled:
-        forward = torch.compile(forward, fullgraph=True)  # all blocks share one graph
+        forward = torch.compile(forward, fullgraph=fullgraph)  # all blocks share one graph
     return checkpointed(forward) if policy == "all" and outside else forward
 
 
@@ -124,3 +149,17 @@ def recompute_gathers_compiled(forward: Forward) -> Forward:
         return CheckpointPolicy.MUST_RECOMPUTE if operator in _GATHER_OPS else CheckpointPolicy.MUST_SAVE
 
     return checkpointed(forward, lambda: create_selective_checkpoint_contexts(policy))
+
+
+def run_hooks_outside_checkpoint(module: nn.Module) -> None:
+    """Hide the forward hooks of a module inside a block, such as those of a nested FSDP unit, from selective recomputation.
+    The recomputation must repeat the operators of forward, but a gather is not repeated if its result still exists."""
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for key, hook in hooks.items():
+            hooks[key] = partial(_call_outside_checkpoint, hook)
+
+
+def _call_outside_checkpoint(hook: Callable, *args: Any, **kwargs: Any) -> Any:
+    is_inside = isinstance(_get_current_dispatch_mode(), _CachingTorchDispatchMode | _CachedTorchDispatchMode)
+    with _pop_mode_temporarily() if is_inside else nullcontext():
+        return hook(*args, **kwargs)

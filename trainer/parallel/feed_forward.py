@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.components import FeedForward, gelu_tanh
+from models.context import Context
 from trainer.parallel.saved_tensors import call_with_recomputed
 
 aten = torch.ops.aten
@@ -49,7 +50,7 @@ def apply_gated_products(model: nn.Module) -> None:
             module.forward = partial(_forward, module)
 
 
-def _forward(layer: FeedForward, x: Tensor) -> Tensor:
+def _forward(layer: FeedForward, x: Tensor, context: Context | None = None) -> Tensor:
     """x: (batch, seq, dim)."""
     hidden = GatedProduct.apply(layer.w1(x), layer.w3(x), layer.activation)  # (batch, seq, local hidden)
     if hidden.grad_fn is None:

@@ -3,32 +3,42 @@
 from functools import partial
 
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
+from models.moe import Experts
 from models.spec import ParallelPlan
 from trainer.config import ParallelConfig
+from trainer.parallel.activation_checkpoint import run_hooks_outside_checkpoint
+from trainer.parallel.mesh import Meshes
 from trainer.runtime.device import DTYPES
 
 
-def apply_fsdp(model: nn.Module, plan: ParallelPlan, mesh: DeviceMesh, config: ParallelConfig, dtype: str) -> None:
-    """Make each block an FSDP unit, and put all remaining parameters into a root unit. If config.fsdp_units is "separate", each
-    group of modules in plan.fsdp_units is also a unit. Gradients are summed, not averaged, because the loss is already divided by
-    the number of its terms.
+def apply_fsdp(model: nn.Module, plan: ParallelPlan, meshes: Meshes, config: ParallelConfig, dtype: str) -> None:
+    """Make each block an FSDP unit, and put all remaining parameters into a root unit. The experts of a block are a unit inside
+    it, on the mesh of the experts. If config.fsdp_units is "separate", each group of modules in plan.fsdp_units is also a unit.
+    Gradients are summed, not averaged, because the loss is already divided by the number of its terms.
 
     Args:
-        mesh: The model mesh.
+        model: Not sharded by FSDP yet.
+        plan: Names the blocks and the other units.
+        meshes: The device meshes.
+        config: Degrees, resharding, prefetching and precision.
         dtype: Dtype of gathered parameters and of the computation ("bf16", "fp32"). Shards keep the dtype of the parameters.
     """
     # Do not cast inputs: hidden states already have this dtype, and rotary angles must stay fp32.
     policy = MixedPrecisionPolicy(DTYPES[dtype], DTYPES[config.reduce_dtype], cast_forward_inputs=False)
-    offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if config.cpu_offload else OffloadPolicy()
-    axes = ("dp_replicate", "fsdp") if mesh["dp_replicate"].size() > 1 else ("fsdp",)
-    shard = partial(fully_shard, mesh=mesh[axes], mp_policy=policy, offload_policy=offload)
+    offload = CPUOffloadPolicy(pin_memory=meshes.model.device_type != "cpu") if config.cpu_offload else OffloadPolicy()
+    replicas = ("dp_replicate",) if meshes.dims.dp_replicate > 1 else ()
+    shard = partial(fully_shard, mesh=meshes.model[(*replicas, "fsdp")], mp_policy=policy, offload_policy=offload)
     reshard, reshard_last = _reshard(config)
-    blocks = list(model.get_submodule(plan.blocks_path).children())
-    for block in blocks:
+    blocks = []  # units of the blocks in forward order
+    for block in model.get_submodule(plan.blocks_path).children():
+        experts = [module for module in block.modules() if isinstance(module, Experts)]
+        for module in experts:
+            shard(module, mesh=meshes.experts[(*replicas, "efsdp")], reshard_after_forward=reshard)
+            run_hooks_outside_checkpoint(module)
         shard(block, reshard_after_forward=reshard)
+        blocks += [block, *experts]
     others = []  # one module of each unit outside the blocks
     for names in plan.fsdp_units if config.fsdp_units == "separate" else ():
         modules = [module for module in map(model.get_submodule, names) if list(module.parameters())]

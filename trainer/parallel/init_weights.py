@@ -33,30 +33,42 @@ def initialize(model: nn.Module, seed: int, loaded: Collection[str] = (), lora: 
         loaded: Names of the parameters that keep their values, because they are loaded.
         lora: Settings of the adapters, if the model has adapters.
 
-    Each group of ROWS_PER_SEED rows of a parameter has its own CPU generator, seeded by (seed, name, group). So a rank draws only
-    the groups of its shard, and the weights do not depend on the layout, the world size or the device.
+    Each group of ROWS_PER_SEED rows of a matrix has its own CPU generator, seeded by (seed, name, group). So a rank draws only
+    the groups of its shard, and the weights do not depend on the layout, the world size or the device. In a stack of matrices,
+    one for each expert, the seed also contains the index of the expert.
     """
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         for name, parameter in model.named_parameters():
             if name in loaded:
                 continue
-            local, (rows, *columns) = local_region(parameter)
+            local, region = local_region(parameter)
             if local.numel() == 0:
                 continue
+            is_stack = parameter.dim() == 3
+            matrices = zip(_indices(region[0]), local, strict=True) if is_stack else [(None, local)]
+            rows, *columns = region[1:] if is_stack else region
+            shape = parameter.shape[1:] if is_stack else parameter.shape
             groups = range(rows.start // ROWS_PER_SEED, -(-rows.stop // ROWS_PER_SEED))
-            draws = pool.map(partial(_draw, model, lora, seed, name, tuple(parameter.shape)), groups)
-            for group, drawn in zip(groups, draws, strict=True):
-                first_row = group * ROWS_PER_SEED
-                start, stop = max(first_row, rows.start), min(first_row + ROWS_PER_SEED, rows.stop)
-                own = drawn[(slice(start - first_row, stop - first_row), *columns)]
-                local[start - rows.start : stop - rows.start].copy_(own)
+            for expert, matrix in matrices:
+                path = f"{seed}/{name}" if expert is None else f"{seed}/{name}/{expert}"
+                draws = pool.map(partial(_draw, model, lora, path, name, tuple(shape)), groups)
+                for group, drawn in zip(groups, draws, strict=True):
+                    first_row = group * ROWS_PER_SEED
+                    start, stop = max(first_row, rows.start), min(first_row + ROWS_PER_SEED, rows.stop)
+                    own = drawn[(slice(start - first_row, stop - first_row), *columns)]
+                    matrix[start - rows.start : stop - rows.start].copy_(own)
+
+
+def _indices(region: slice) -> range:
+    return range(region.start, region.stop)
 
 
 def _draw(
-    model: nn.Module, lora: LoraConfig | None, seed: int, name: str, shape: tuple[int, ...], group: int
+    model: nn.Module, lora: LoraConfig | None, path: str, name: str, shape: tuple[int, ...], group: int
 ) -> Tensor:
-    """Return the initial values of one group of rows of the full parameter, as an fp32 tensor on the CPU."""
-    digest = hashlib.blake2b(f"{seed}/{name}/{group}".encode(), digest_size=8).digest()
+    """Return the initial values of one group of rows of a full matrix or vector, as an fp32 tensor on the CPU. path: of the
+    matrix, with the seed of the run."""
+    digest = hashlib.blake2b(f"{path}/{group}".encode(), digest_size=8).digest()
     generator = Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
     rows = torch.empty(min(ROWS_PER_SEED, shape[0] - group * ROWS_PER_SEED), *shape[1:])
     with torch.no_grad():  # each thread has its own grad mode

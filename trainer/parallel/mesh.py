@@ -15,13 +15,14 @@ from trainer.runtime.collectives import lift_torch_limit
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelDims:
-    """Degrees of parallelism. Their product is the world size. The device meshes keep axes of size 1."""
+    """Degrees of parallelism. The product of all but ep is the world size. The device meshes keep axes of size 1."""
 
     pp: int
     dp_replicate: int
     dp_shard: int
     cp: int
     tp: int
+    ep: int
     world_size: int
 
     @classmethod
@@ -46,7 +47,10 @@ class ParallelDims:
             factors = f"{above_1} = {total} " if above_1 else ""
             message = f"{factors}must equal the number of ranks, {world_size}; -1 uses all remaining ranks{hint}"
             raise ConfigError("parallel.dp_shard", message)
-        dims = cls(**degrees, dp_shard=dp_shard, world_size=world_size)
+        dims = cls(**degrees, dp_shard=dp_shard, ep=config.ep, world_size=world_size)
+        if dims.fsdp * dims.tp % dims.ep:
+            ranks = f"dp_shard {dims.dp_shard} x cp {dims.cp} x tp {dims.tp} = {dims.fsdp * dims.tp}"
+            raise ConfigError("parallel.ep", f"must divide {ranks}: these ranks share the experts")
         dims.require_groups_for(config.reshard_after_forward)
         return dims
 
@@ -76,17 +80,32 @@ class ParallelDims:
         """Number of ranks over which parameters are sharded."""
         return self.dp_shard * self.cp
 
+    @property
+    def efsdp(self) -> int:
+        """Number of ranks over which the parameters of an expert are sharded."""
+        return self.fsdp * self.tp // self.ep
+
     def __str__(self) -> str:
-        degrees = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
+        degrees = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")
         return ", ".join(f"{name} {getattr(self, name)}" for name in degrees if getattr(self, name) > 1) or "one rank"
 
 
 class Meshes:
-    """Three device meshes over the same ranks. Axes of the same name have the same ranks in all meshes and share a process group.
+    """Device meshes over the same ranks. Axes of the same name have the same ranks in all meshes and share a process group.
     All axes of size 1 share one group. No other axes share a group, because collectives of one group wait for each other."""
 
-    def __init__(self, dims: ParallelDims, device: torch.device, timeout: timedelta | None = None):
-        """timeout: of collectives, not counting time in which the ranks are suspended; None: torch's default."""
+    def __init__(
+        self, dims: ParallelDims, device: torch.device, timeout: timedelta | None = None, has_experts: bool = False
+    ):
+        """Create the process groups, collectively.
+
+        Args:
+            dims: The degrees.
+            device: Of the ranks.
+            timeout: Of collectives, not counting time in which the ranks are suspended. None: torch's default.
+            has_experts: Whether the model has experts, which have a mesh of their own.
+        """
+        self.dims = dims
         groups: dict[str, ProcessGroup] = {}
 
         def mesh(**axes: int) -> DeviceMesh:
@@ -104,6 +123,10 @@ class Meshes:
 
         self.model = mesh(pp=dims.pp, dp_replicate=dims.dp_replicate, fsdp=dims.fsdp, tp=dims.tp)
         """Mesh that assigns the parameters to ranks."""
+        self.experts = None
+        """Mesh that assigns the parameters of experts to ranks. None for a model without experts."""
+        if has_experts:
+            self.experts = mesh(pp=dims.pp, dp_replicate=dims.dp_replicate, efsdp=dims.efsdp, ep=dims.ep)
         self.data = mesh(pp=dims.pp, batch=dims.batch, cp=dims.cp, tp=dims.tp)
         """Mesh that assigns samples and their tokens to ranks."""
         self.loss = mesh(pp=dims.pp, loss=dims.batch * dims.cp, tp=dims.tp)

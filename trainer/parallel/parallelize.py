@@ -7,14 +7,16 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
+from models.moe import MixtureOfExperts
 from models.spec import ParallelPlan
 from trainer.config import ActivationCheckpointConfig, ParallelConfig
 from trainer.parallel.activation_checkpoint import block_forward, recompute_policy
 from trainer.parallel.activation_offload import InputOffloader
 from trainer.parallel.attention import AttentionBackend, apply_attention
+from trainer.parallel.experts import apply_experts
 from trainer.parallel.feed_forward import apply_gated_products
 from trainer.parallel.fsdp import apply_fsdp
-from trainer.parallel.mesh import Meshes
+from trainer.parallel.mesh import Meshes, ParallelDims
 from trainer.parallel.pipeline import Stage, prune_to_stage
 from trainer.parallel.rotation import apply_complex_rotation
 from trainer.parallel.tensor import apply_tensor
@@ -43,6 +45,7 @@ def parallelize(
         prune: only the modules of the stage remain.
         without compilation: feed-forward layers and rotations get faster forwards, which the other steps wrap.
         tensor parallelism: matrices become DTensors, so all later steps see shards.
+        expert parallelism: likewise, on the axis of the experts.
         adapters: they are sharded like the matrices that they belong to.
         attention: kernels and masks of this device.
         blocks: recomputation and compilation see sharded matrices. Recomputation is compiled with the block, except full
@@ -68,7 +71,7 @@ def parallelize(
     overlapped = parallel.async_tensor_parallel and tp.size() > 1
     configure_compiler(checkpointing, tp.get_group() if overlapped else None)
     gathers = cp.size() > 1 or (tp.size() > 1 and parallel.sequence_parallel)
-    sharded = shards_parameters(meshes.model["dp_replicate"].size() * meshes.model["fsdp"].size(), parallel)
+    sharded = shards_parameters(meshes.dims, plan, parallel)
     offloader = InputOffloader(torch.device(meshes.model.device_type))
     model_parts = {}
     for stage in stages:
@@ -82,25 +85,29 @@ def parallelize(
             apply_complex_rotation(model)
         if tp.size() > 1:
             apply_tensor(model, plan, tp, parallel.sequence_parallel, recompute_gathers)
+        if meshes.experts is not None:
+            apply_experts(model, tp, meshes.experts["ep"], parallel.sequence_parallel)
         adapt(model)
         apply_attention(model, plan, cp, seq_len, document_mask, DTYPES[dtype], attention_backend, recompute_gathers)
         blocks = dict(model.get_submodule(plan.blocks_path).named_children())
         for name, block in blocks.items():
-            block.forward = block_forward(block.forward, policies[name], checkpointing, compiled, tp.size() > 1)
+            dense = not any(isinstance(module, MixtureOfExperts) for module in block.modules())
+            block.forward = block_forward(block.forward, policies[name], checkpointing, compiled, tp.size() > 1, dense)
         if checkpointing.offload_inputs:
             offloader.apply([block for name, block in blocks.items() if policies[name] == "all"])
         if sharded:
-            apply_fsdp(model, plan, meshes.model, parallel, dtype)
+            apply_fsdp(model, plan, meshes, parallel, dtype)
         else:
             cast_parameters(model, plan, DTYPES[dtype])
         model_parts[stage] = model
     return model_parts
 
 
-def shards_parameters(ranks: int, parallel: ParallelConfig) -> bool:
-    """Return whether FSDP manages the parameters. A single data-parallel rank needs FSDP only to offload them, or in a pipeline,
-    whose schedules rely on FSDP to accumulate gradients. ranks: dp_replicate x fsdp."""
-    return ranks > 1 or parallel.pp > 1 or parallel.cpu_offload
+def shards_parameters(dims: ParallelDims, plan: ParallelPlan, parallel: ParallelConfig) -> bool:
+    """Return whether FSDP manages the parameters. A single data-parallel rank needs FSDP only to shard experts, to offload
+    parameters, or in a pipeline, whose schedules rely on FSDP to accumulate gradients."""
+    shards_experts = plan.has_experts and dims.efsdp > 1
+    return dims.dp_replicate * dims.fsdp > 1 or shards_experts or parallel.pp > 1 or parallel.cpu_offload
 
 
 def configure_compiler(checkpointing: ActivationCheckpointConfig, overlapped: ProcessGroup | None) -> None:

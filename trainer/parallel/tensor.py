@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from models.spec import Head, ParallelPlan
+from models.spec import Head, ParallelPlan, tensor_styles
 from trainer.parallel.saved_tensors import call_with_gathered
 
 
@@ -108,7 +108,7 @@ def _replicate(x: DTensor) -> DTensor:
 
 
 def styles(sequence_parallel: bool, recompute_all_gather: bool) -> dict[str, ParallelStyle]:
-    """Return a dict: name -> parallel style. The fields `tensor` and `tensor_block` of ParallelPlan use these names."""
+    """Return a dict: name -> parallel style. ParallelPlan.tensor and the modules of the blocks (TENSOR) use these names."""
     residual = Shard(1) if sequence_parallel else Replicate()  # placement of a hidden state (batch, seq, dim)
     return {
         "embedding": _Embedding(input_layouts=Replicate(), output_layouts=residual),
@@ -140,7 +140,7 @@ def apply_tensor(
                 parallelize_module(module, mesh, keeping[style], src_data_rank=None)
     for block_name, block in model.get_submodule(plan.blocks_path).named_children():
         inside = recomputing if block_name in recompute_gathers else keeping
-        for name, style in plan.tensor_block.items():
+        for name, style in tensor_styles(block).items():
             parallelize_module(block.get_submodule(name), mesh, inside[style], src_data_rank=None)
 
 

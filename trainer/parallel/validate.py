@@ -22,15 +22,20 @@ def check_divisibility(
     for name in plan.tp_divisible:
         if getattr(sizes, name) % dims.tp:
             raise ConfigError("parallel.tp", f"must divide {name} {getattr(sizes, name)} of {model}")
+    if dims.ep > 1 and not plan.has_experts:
+        raise ConfigError("parallel.ep", f"must be 1, because {model} has no experts")
+    if plan.has_experts and sizes.n_experts % dims.ep:
+        raise ConfigError("parallel.ep", f"must divide n_experts {sizes.n_experts} of {model}")
     rows = -(-sizes.vocab_size // dims.tp)
     if rows * (dims.tp - 1) >= sizes.vocab_size:
         message = f"the last rank would have no vocabulary row, because vocab_size of {model} is {sizes.vocab_size}"
         raise ConfigError("parallel.tp", message)
     if dims.cp > 1 and seq_len % (2 * dims.cp):
         raise ConfigError("parallel.cp", f"2 x cp = {2 * dims.cp} must divide seq_len {seq_len}")
-    if config.sequence_parallel and seq_len // dims.cp % dims.tp:
+    if (config.sequence_parallel or plan.has_experts) and seq_len // dims.cp % dims.tp:
         local = f"seq_len {seq_len}" + f" / cp {dims.cp} = {seq_len // dims.cp}" * (dims.cp > 1)
-        raise ConfigError("parallel.tp", f"must divide {local}; or set sequence_parallel = false")
+        way_out = ": the tp ranks route different tokens" if plan.has_experts else "; or set sequence_parallel = false"
+        raise ConfigError("parallel.tp", f"must divide {local}{way_out}")
 
 
 def resolve_compilation(choice: Literal["auto"] | bool, parallel: ParallelConfig, on_gpu: bool) -> bool:

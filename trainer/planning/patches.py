@@ -17,6 +17,7 @@ from models.components import CausalAttention
 from models.context import Context
 from trainer.objective import cross_entropy
 from trainer.objective.cross_entropy import chunk_starts
+from trainer.parallel import experts
 from trainer.parallel.attention import AttentionBackend
 from trainer.planning.recorder import Recorder
 from trainer.runtime.host_memory import HostTransfer
@@ -147,6 +148,17 @@ def bound_loss_chunks(recorder: Recorder) -> Iterator[None]:
 
     with patch.object(cross_entropy, "chunk_starts", starts):
         yield
+
+
+def even_splits() -> AbstractContextManager:
+    """Return a context manager in which every rank sends equally many rows to all experts: a simulation has no routes."""
+
+    def sizes(num_rows: int, sent: Tensor, received: Tensor) -> tuple[list[int], list[int]]:
+        ranks = len(sent)
+        even = [(num_rows + rank) // ranks for rank in range(ranks)]
+        return even, even
+
+    return patch.object(experts, "split_sizes", sizes)
 
 
 class _FusedNorm(torch.autograd.Function):

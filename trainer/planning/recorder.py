@@ -353,6 +353,8 @@ _COLLECTIVES = {
     "allreduce": "all-reduce",
     "all_reduce": "all-reduce",
     "all_reduce_coalesced": "all-reduce",
+    "alltoall_base": "all-to-all",
+    "all_to_all_single": "all-to-all",
     "send": "send",
     "recv": "receive",
 }

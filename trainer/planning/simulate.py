@@ -27,6 +27,7 @@ from trainer.planning.patches import (
     FAKE_GPU_KERNELS,
     annotate_fsdp,
     bound_loss_chunks,
+    even_splits,
     fused_norms,
     ignore_sharding_trials,
     record_host_buffers,
@@ -130,13 +131,14 @@ def _simulate(job: tuple[Config, int], world_size: int, on_gpu: bool) -> Simulat
     resolved = replace(resolved, grad_accum=simulated)
     pipelined = resolved.dims.pp > 1
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
-    meshes = Meshes(resolved.dims, CPU)
+    meshes = Meshes(resolved.dims, CPU, has_experts=resolved.plan.has_experts)
     parts = build_model_parts(config, resolved, meshes, FAKE_GPU_KERNELS if on_gpu else CPU_BACKEND)
     recorder = Recorder(on_gpu)
     with (
         FakeTensorMode(allow_non_fake_inputs=True) as fake,
         fused_norms(on_gpu),
         bound_loss_chunks(recorder),
+        even_splits(),
         record_host_buffers() as buffers,
     ):
         engine = Engine(config, resolved, CPU, meshes, parts, build_objective(config, resolved, meshes))
@@ -309,6 +311,6 @@ def _result(rank: int, meshes: Meshes, engine: Engine, recorder: Recorder, ratio
 
 
 def _groups(meshes: Meshes) -> Iterator[tuple[str, dist.ProcessGroup]]:
-    for mesh in (meshes.model, meshes.data, meshes.loss):
+    for mesh in filter(None, (meshes.model, meshes.data, meshes.loss, meshes.experts)):
         for axis in mesh.mesh_dim_names or ():
             yield axis, mesh[axis].get_group()

@@ -7,8 +7,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import nn
 
+from models.moe import Experts
 from trainer.config import CheckpointConfig, Config, ConfigError
 from trainer.config.model_source import list_checkpoints
 from trainer.parallel.parallelize import shards_parameters
@@ -34,24 +35,27 @@ def state_bytes(config: Config) -> int:
     return parameter + moments + (4 if config.optimizer.offload != "none" and parameter < 4 else 0)
 
 
-def minimum_memory(config: Config, resolved: ResolvedRun, count: int, frozen: int = 0) -> tuple[int, int]:
+def minimum_memory(
+    config: Config, resolved: ResolvedRun, count: int, frozen: int = 0, experts: int = 0
+) -> tuple[int, int]:
     """Return the bytes of device memory and the bytes of host memory that a rank needs. Only parameters, gradients and optimizer
     state are counted.
 
     Args:
         count: Number of trained parameters of the rank.
         frozen: Number of its frozen parameters.
+        experts: Number of the trained parameters of experts among `count`.
     """
     frozen *= DTYPES[config.training.parameter_dtype].itemsize
-    optimizer, parallel, fsdp = config.optimizer, config.parallel, resolved.dims.fsdp
+    optimizer, parallel, dims = config.optimizer, config.parallel, resolved.dims
     parameter, moments = _parameter_and_moment_bytes(config)
     gradients = 0 if optimizer.frees_gradients else count * parameter
     accumulated = 0
     if resolved.grad_accum > 1 and not config.training.reduce_every_microbatch:
         # FSDP accumulates gradients that are neither reduced nor sharded. Without FSDP, the sum of more than two is fp32.
-        sharded = shards_parameters(resolved.dims.dp_replicate * fsdp, parallel)
+        sharded = shards_parameters(resolved.dims, resolved.plan, parallel)
         width = DTYPES[parallel.reduce_dtype].itemsize if sharded else 4 * (resolved.grad_accum > 2)
-        accumulated = count * fsdp * width
+        accumulated = ((count - experts) * dims.fsdp + experts * dims.efsdp) * width
     if parallel.cpu_offload:
         return accumulated, frozen + count * (2 * parameter + moments)
     if optimizer.offload == "none":
@@ -61,12 +65,15 @@ def minimum_memory(config: Config, resolved: ResolvedRun, count: int, frozen: in
     return frozen + count * parameter + max(gradients, accumulated), count * (4 + parameter + moments + copy)
 
 
-def check_memory(config: Config, resolved: ResolvedRun, parameters: Iterable[Tensor], device: torch.device) -> None:
-    """Raise ConfigError on all ranks if a rank has too little memory. parameters: this rank's parameters, on the meta device."""
-    counts = Counter[bool]()
-    for p in parameters:
-        counts[p.requires_grad] += to_local(p).numel()
-    on_device, on_host = minimum_memory(config, resolved, counts[True], counts[False])
+def check_memory(config: Config, resolved: ResolvedRun, model_parts: Iterable[nn.Module], device: torch.device) -> None:
+    """Raise ConfigError on all ranks if a rank has too little memory. model_parts: this rank's stages, on the meta device."""
+    counts, experts = Counter[bool](), 0
+    for part in model_parts:
+        of_experts = {p for module in part.modules() if isinstance(module, Experts) for p in module.parameters()}
+        for p in part.parameters():
+            counts[p.requires_grad] += to_local(p).numel()
+            experts += to_local(p).numel() * (p.requires_grad and p in of_experts)
+    on_device, on_host = minimum_memory(config, resolved, counts[True], counts[False], experts)
     if device.type == "cpu":
         on_device, on_host = 0, on_device + on_host
     of_ranks = all_gather_objects((node_id(), on_host, memory_available(), on_device, devices.memory_free(device)))

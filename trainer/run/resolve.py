@@ -77,6 +77,10 @@ def resolve(config: Config, world_size: int) -> ResolvedRun:
         raise ConfigError("training.global_batch_size", f"must be a multiple of {factors} = {samples}")
     if dims.pp > 1:
         check_microbatches(config.parallel, training.global_batch_size // samples)
+    if not plan.has_experts:
+        for setting in fields(config.experts):
+            if getattr(config.experts, setting.name) != setting.default:
+                raise ConfigError(f"experts.{setting.name}", f"has no effect, because {name} has no experts")
     trained = select_parameters(model, plan, config.lora)
     if config.lora.rank and config.checkpoint.resize_embeddings:
         require_trained_vocabulary(model, plan, trained)

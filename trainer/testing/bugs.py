@@ -12,6 +12,7 @@ from torch.distributed.tensor import Replicate
 
 from models import llama
 from models.rope import rotate_halves
+from models.spec import meta_model, tensor_styles
 from trainer.adapters import apply as adapters
 from trainer.batch import Batch
 from trainer.config import Config
@@ -67,9 +68,17 @@ def _after_init(cls: type, change: Callable[[Any], None]) -> AbstractContextMana
 
 
 def _count_twice(engine: Engine) -> None:
-    for name, parameter in engine.parameters.items():
-        if name.endswith("attention_norm.weight"):
-            parameter.register_hook(lambda gradient: gradient * 2)
+    step = engine.forward_backward
+    original = step._forward_backward
+
+    def forward_backward(*args: Any) -> Sequence[Tensor]:
+        results = original(*args)
+        for name, parameter in engine.parameters.items():
+            if name.endswith("attention_norm.weight"):
+                parameter.grad.mul_(2)
+        return results
+
+    step._forward_backward = forward_backward
 
 
 def _averaged_per_microbatch() -> AbstractContextManager:
@@ -90,7 +99,7 @@ BUGS = {
         _head_norms_not_reduced,
         applies=lambda config, resolved: (
             any("q_norm" in name for name in resolved.trained.fully)
-            and "head_norm" in resolved.plan.tensor_block.values()
+            and "head_norm" in tensor_styles(meta_model(resolved.spec.model, resolved.sizes)).values()
         ),
         parameters="attention.",
     ),

@@ -9,7 +9,7 @@ from trainer.config.schema.checkpoint import CheckpointConfig
 from trainer.config.schema.data import DataConfig
 from trainer.config.schema.model import LoraConfig, ModelConfig, TokenizerConfig
 from trainer.config.schema.observation import EvaluationConfig, MetricsConfig, ProfilingConfig, SamplesConfig
-from trainer.config.schema.parallel import ActivationCheckpointConfig, CompileConfig, ParallelConfig
+from trainer.config.schema.parallel import ActivationCheckpointConfig, CompileConfig, ExpertsConfig, ParallelConfig
 from trainer.config.schema.run import DistributedConfig, ResilienceConfig, RunConfig
 from trainer.config.schema.training import LrScheduleConfig, OptimizerConfig, PreferenceConfig, TrainingConfig
 from trainer.config.toml_text import toml_value
@@ -29,6 +29,7 @@ class Config:
     lora: LoraConfig = field(default_factory=LoraConfig)
     preference: PreferenceConfig = field(default_factory=PreferenceConfig)
     lr_schedule: LrScheduleConfig = field(default_factory=LrScheduleConfig)
+    experts: ExpertsConfig = field(default_factory=ExpertsConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     activation_checkpoint: ActivationCheckpointConfig = field(default_factory=ActivationCheckpointConfig)
     compile: CompileConfig = field(default_factory=CompileConfig)

@@ -8,7 +8,7 @@ from trainer.config.schema.constraint import Constraint, Count, CountOrZero, Fra
 PIPELINE = Constraint(used_with="[parallel] pp > 1")
 SELECTIVE = Constraint(used_with="[activation_checkpoint] mode = selective")
 Degree = Annotated[int, Constraint(min=1, max=10**6, unit="ranks")]
-Saveable = Literal["matmuls", "attention", "reduce_scatters"]
+Saveable = Literal["matmuls", "attention", "reduce_scatters", "exchanges"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +23,9 @@ class ParallelConfig:
     """Number of ranks over which each matrix is sharded (tensor parallelism)."""
     pp: Degree = 1
     """Number of groups of ranks over which the layers are partitioned (pipeline parallelism)."""
+    ep: Degree = 1
+    """Number of ranks over which the experts of a layer are partitioned (expert parallelism). It is no factor of the number of
+    ranks, but a divisor of dp_shard x cp x tp: these ranks share the experts, which tensor parallelism does not split."""
     sequence_parallel: Annotated[bool, Constraint(used_with="[parallel] tp > 1")] = True
     """Whether tensor-parallel ranks split the residual stream along the sequence; false: each rank holds the complete stream."""
     async_tensor_parallel: bool = False
@@ -52,12 +55,22 @@ class ParallelConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExpertsConfig:
+    balance_loss: Annotated[float, Constraint(min=0, max=1e6)] = 0.0
+    """Coefficient of the balance loss, which is 1 for each layer if all experts get equally many tokens (arXiv:2101.03961). It is
+    computed for each layer and sample, averaged over the samples of a step, and summed over the layers. 0: no balance loss."""
+    z_loss: Annotated[float, Constraint(min=0, max=1e6)] = 0.0
+    """Coefficient of the routers' z-loss, the mean squared logsumexp of a token's logits (arXiv:2202.08906); averaged over
+    samples and summed over layers like the balance loss. 0: no z-loss."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ActivationCheckpointConfig:
     mode: Literal["none", "full", "selective", "budget"] = "none"
     """Activations that blocks recompute in backward. "none": no activations; "full": all activations; "selective": all except the
     results of operators in `save`; "budget": activations that the compiler selects to meet memory_budget."""
-    save: Annotated[tuple[Saveable, ...], SELECTIVE] = ("matmuls", "attention", "reduce_scatters")
-    """Operators whose results are saved for backward instead of being recomputed."""
+    save: Annotated[tuple[Saveable, ...], SELECTIVE] = ("matmuls", "attention", "reduce_scatters", "exchanges")
+    """Operators whose results are saved for backward instead of being recomputed. "exchanges": of rows between experts' ranks."""
     save_every_nth_matmul: Annotated[Count, SELECTIVE] = 1
     """Interval n: if `save` contains "matmuls", the result of only every n-th matmul of a block is saved."""
     every_n_blocks: Annotated[Count, Constraint(used_with="[activation_checkpoint] mode = full or selective")] = 1

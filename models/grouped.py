@@ -1,0 +1,91 @@
+"""Matrix products of rows in groups: each group of rows has its own matrix, as the tokens of each expert have.
+
+torch's grouped kernel refuses fp32 under fake tensors, and so under the compiler and the planner. These operators call it, and
+state their shapes, gradients and floating-point operations themselves.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+_ALIGNMENT = 16
+"""The strides of the kernel's matrices must be multiples of this number of bytes."""
+
+
+def grouped_product(x: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
+    """Return the product of each row and the transposed matrix of its group, (rows, outputs).
+
+    Args:
+        x: Rows in the order of the groups, (rows, inputs).
+        weights: One matrix for each group, (groups, outputs, inputs).
+        counts: Number of rows in each group, (groups,), int64. Their sum is the number of rows.
+    """
+    return _product(x, weights, counts, True)
+
+
+@torch.library.custom_op("meshwright::grouped_product", mutates_args=())
+def _product(x: Tensor, weights: Tensor, counts: Tensor, transposed: bool) -> Tensor:
+    """Return the product of each row and the matrix of its group, or the transposed matrix."""
+    matrices = weights.mT if transposed else weights  # (groups, inputs of this product, outputs)
+    if _are_aligned(x, weights) and len(x):  # the kernel also refuses products without rows
+        return F.grouped_mm(x, matrices, offs=counts.cumsum(0, dtype=torch.int32))
+    groups = x.split(counts.tolist())
+    return torch.cat([rows @ matrix for rows, matrix in zip(groups, matrices, strict=True)])
+
+
+GROUPED_PRODUCT = torch.ops.meshwright.grouped_product.default
+"""The operator, by which activation checkpointing recognizes it."""
+
+
+@_product.register_fake
+def _(x: Tensor, weights: Tensor, counts: Tensor, transposed: bool) -> Tensor:
+    return x.new_empty(x.shape[0], weights.shape[1 if transposed else 2])
+
+
+@torch.library.custom_op("meshwright::grouped_outer_product", mutates_args=())
+def _outer_product(a: Tensor, b: Tensor, counts: Tensor) -> Tensor:
+    """Return the sum of a row's outer products in each group, (groups, columns of a, columns of b)."""
+    if _are_aligned(a, b) and len(a):
+        return F.grouped_mm(a.mT, b, offs=counts.cumsum(0, dtype=torch.int32))
+    groups = counts.tolist()
+    return torch.stack([x.mT @ y for x, y in zip(a.split(groups), b.split(groups), strict=True)])
+
+
+@_outer_product.register_fake
+def _(a: Tensor, b: Tensor, counts: Tensor) -> Tensor:
+    return a.new_empty(counts.shape[0], a.shape[1], b.shape[1])
+
+
+def _are_aligned(*tensors: Tensor) -> bool:
+    return all(t.shape[-1] * t.itemsize % _ALIGNMENT == 0 for t in tensors)
+
+
+def _save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, bool], output: Tensor) -> None:
+    x, weights, counts, ctx.transposed = inputs
+    needs_x, needs_weights, *_ = ctx.needs_input_grad
+    ctx.save_for_backward(x if needs_weights else None, weights if needs_x else None, counts)
+
+
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    x, weights, counts = ctx.saved_tensors
+    gradient = gradient.contiguous()  # the kernel refuses expanded tensors
+    for_x = None if weights is None else _product(gradient, weights, counts, not ctx.transposed)
+    factors = (gradient, x) if ctx.transposed else (x, gradient)
+    for_weights = None if x is None else _outer_product(*factors, counts)
+    return for_x, for_weights, None, None
+
+
+_product.register_autograd(_backward, setup_context=_save)
+
+
+@register_flop_formula(torch.ops.meshwright.grouped_product)
+def _product_flops(x: torch.Size, weights: torch.Size, *args: Any, **kwargs: Any) -> int:
+    return 2 * x[0] * weights[1] * weights[2]
+
+
+@register_flop_formula(torch.ops.meshwright.grouped_outer_product)
+def _outer_product_flops(a: torch.Size, b: torch.Size, *args: Any, **kwargs: Any) -> int:
+    return 2 * a[0] * a[1] * b[1]

@@ -1,0 +1,115 @@
+"""Mixtures of experts (Shazeer et al. 2017, arXiv:1701.06538): a router sends each token to a few of many feed-forward layers.
+
+No token is dropped, so a token's result does not depend on the other tokens of its batch.
+"""
+
+from typing import ClassVar, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from models.context import Context
+from models.grouped import grouped_product
+from models.sizes import MixtureSizes
+
+
+class Routing(NamedTuple):
+    """Result of a router."""
+
+    weights: Tensor
+    """Weights of the results of a token's experts, by falling scores, (batch, seq, experts per token), fp32."""
+    experts: Tensor
+    """Indices of these experts, (batch, seq, experts per token), int64."""
+    scores: Tensor
+    """Scores of all experts, (batch, seq, experts), fp32. Those of a token sum to one."""
+    logits: Tensor
+    """Logits of all experts, (batch, seq, experts), fp32."""
+
+
+class Router(nn.Module):
+    """Chooses the experts of each token by the largest softmax scores."""
+
+    def __init__(self, sizes: MixtureSizes):
+        super().__init__()
+        self.experts_per_token = sizes.experts_per_token
+        self.normalize = sizes.normalize_weights
+        self.weight = nn.Parameter(torch.empty(sizes.n_experts, sizes.dim))
+        self.multiply_adds_per_token = {"weight": sizes.n_experts * sizes.dim}
+
+    def forward(self, x: Tensor) -> Routing:
+        """Choose the experts of each token. Of equal scores, that of the lower index comes first.
+
+        Scores are computed in fp32: rounded scores of many experts are often equal.
+
+        Args:
+            x: (batch, seq, dim).
+        """
+        logits = F.linear(x.float(), self.weight.float())  # (batch, seq, experts)
+        scores = logits.softmax(-1)
+        best, order = scores.sort(dim=-1, descending=True, stable=True)
+        weights, experts = (t[..., : self.experts_per_token] for t in (best, order))
+        return Routing(weights / weights.sum(-1, keepdim=True) if self.normalize else weights, experts, scores, logits)
+
+
+class Experts(nn.Module):
+    """Feed-forward layers with SwiGLU, whose matrices are stacked."""
+
+    INTO_RESIDUAL: ClassVar = ("w2",)
+
+    def __init__(self, n_experts: int, dim: int, hidden_dim: int, experts_per_token: int):
+        super().__init__()
+        self.w1 = nn.Parameter(torch.empty(n_experts, hidden_dim, dim))
+        self.w2 = nn.Parameter(torch.empty(n_experts, dim, hidden_dim))
+        self.w3 = nn.Parameter(torch.empty(n_experts, hidden_dim, dim))
+        self.multiply_adds_per_token = dict.fromkeys(("w1", "w2", "w3"), experts_per_token * dim * hidden_dim)
+
+    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """Return the result of each row's expert, (rows, dim).
+
+        Args:
+            rows: Hidden states in the order of their experts, (rows, dim).
+            counts: Number of rows of each expert, (experts,), int64.
+        """
+        gate, up = grouped_product(rows, self.w1, counts), grouped_product(rows, self.w3, counts)
+        return grouped_product(F.silu(gate) * up, self.w2, counts)
+
+
+class LocalExchange(nn.Module):
+    """Sends rows to experts that are all in this process. The trainer replaces this module if other ranks have experts."""
+
+    def forward(self, experts: nn.Module, rows: Tensor, counts: Tensor) -> Tensor:
+        """Return the results of the experts. See Experts for the arguments."""
+        return experts(rows, counts)
+
+
+class Unbalanced(nn.Module):
+    """Leaves the load of the experts to the loss of the model. The trainer replaces this module to balance the load."""
+
+    def forward(self, routing: Routing, context: Context | None) -> Tensor:
+        """Return the weights."""
+        return routing.weights
+
+
+class MixtureOfExperts(nn.Module):
+    """A router and its experts. The result of a token is the sum of its experts' results, times their weights."""
+
+    def __init__(self, sizes: MixtureSizes):
+        super().__init__()
+        self.router = Router(sizes)
+        self.experts = Experts(sizes.n_experts, sizes.dim, sizes.expert_dim, sizes.experts_per_token)
+        self.exchange = LocalExchange()
+        self.balance = Unbalanced()
+        self.n_experts = sizes.n_experts
+
+    def forward(self, x: Tensor, context: Context | None = None) -> Tensor:
+        """x: (batch, seq, dim)."""
+        routing = self.router(x)
+        weights = self.balance(routing, context)  # (batch, seq, experts per token)
+        slots = routing.experts.flatten()  # one slot for each token and each of its experts
+        order = slots.argsort(stable=True)
+        counts = slots.new_zeros(self.n_experts).scatter_add_(0, slots, torch.ones_like(slots))
+        rows = x.flatten(0, -2).repeat_interleave(weights.shape[-1], 0)[order]  # (slots, dim), by expert
+        results = self.exchange(self.experts, rows, counts)[order.argsort()].view(*weights.shape, -1)
+        # The sum runs in the order of the token's own experts and in fp32, so it does not depend on the layout.
+        return (results * weights[..., None]).sum(-2).type_as(x)

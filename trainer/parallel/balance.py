@@ -1,0 +1,170 @@
+"""Balance of the experts' load: losses of the routers, and statistics of a step.
+
+A loss is computed for each layer and sample over the sample's own tokens, so it depends neither on the layout nor on the other
+samples of a batch. Only the numbers of assignments are summed over ranks: they have no gradient, and the rest of a loss is a sum
+over tokens. Each layer attaches its losses where they arise, because a pipeline stage passes only the hidden state to the next.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from models.context import Context
+from models.moe import MixtureOfExperts, Routing
+from models.sizes import MixtureSizes
+from trainer.config import ExpertsConfig
+from trainer.parallel.mesh import Meshes
+from trainer.runtime.distributed import sum_over
+
+
+class Balance(nn.Module):
+    """Attaches the losses of one layer's router, and counts the assignments of tokens to its experts."""
+
+    def __init__(self, config: ExpertsConfig, global_batch_size: int, meshes: Meshes):
+        """Read the settings.
+
+        Args:
+            config: Coefficients of the losses.
+            global_batch_size: Samples per step, by which the losses are divided.
+            meshes: The device meshes.
+        """
+        super().__init__()
+        self.balance_loss, self.z_loss = config.balance_loss, config.z_loss
+        self.num_samples = global_batch_size
+        tp, cp = meshes.model["tp"], meshes.data["cp"]
+        self.tp_rank, self.tp_ranks = tp.get_local_rank(), tp.size()
+        self.groups = [axis.get_group() for axis in (tp, cp) if axis.size() > 1]
+        """Groups of ranks that have different tokens of the same samples."""
+        self.counts: Tensor | None = None
+        """Number of valid tokens sent to each expert in this step, by this rank, (experts,), int64."""
+        self.values: Tensor | None = None
+        """Sum over this rank's samples of its parts of the balance loss and of the z-loss, (2,), fp32."""
+
+    def forward(self, routing: Routing, context: Context) -> Tensor:
+        """Return the weights, from whose gradient the losses' backward starts."""
+        if not torch.is_grad_enabled():
+            return routing.weights
+        valid = (context.documents >= 0).chunk(self.tp_ranks, 1)[self.tp_rank]  # (batch, seq)
+        experts = routing.experts.flatten(1)  # (batch, seq * experts per token)
+        counts = experts.new_zeros(len(valid), routing.scores.shape[-1])
+        counts.scatter_add_(1, experts, valid[..., None].expand_as(routing.experts).flatten(1).long())
+        losses = self._losses(routing, valid, counts)  # (2,)
+        coefficients = losses.new_tensor([self.balance_loss, self.z_loss]) / self.num_samples
+        return _Attach.apply(routing.weights, losses @ coefficients, self, counts.sum(0), losses.detach())
+
+    def _losses(self, routing: Routing, valid: Tensor, counts: Tensor) -> Tensor:
+        """Return this rank's part of the balance loss and of the z-loss, each summed over the samples, (2,).
+
+        The balance loss of a sample of T tokens is E / (k T^2) sum_e c_e sum_t p_te, where c_e of its k T assignments are to
+        expert e of E (Fedus et al. 2021, "Switch Transformers", arXiv:2101.03961). It is 1 if the load is balanced. The z-loss is
+        the mean of the squared logsumexp of a token's logits (Zoph et al. 2022, "ST-MoE", arXiv:2202.08906).
+
+        Args:
+            valid: Whether a token belongs to a document, (batch, seq).
+            counts: This rank's assignments to each expert, (batch, experts), int64.
+        """
+        zero = routing.scores.new_zeros(())
+        if not self.balance_loss and not self.z_loss:
+            return torch.stack([zero, zero])
+        packed = torch.cat([counts, valid.sum(1, keepdim=True)], 1)
+        for group in self.groups:
+            packed = sum_over(packed, group)
+        all_counts, num_tokens = packed[:, :-1].float(), packed[:, -1].clamp(min=1).float()
+        balance = z = zero
+        if self.balance_loss:
+            experts, per_token = routing.scores.shape[-1], routing.experts.shape[-1]
+            scores = (routing.scores * valid[..., None]).sum(1)  # (batch, experts)
+            balance = ((all_counts * scores).sum(1) / num_tokens.square()).sum() * (experts / per_token)
+        if self.z_loss:
+            squares = routing.logits.logsumexp(-1).square() * valid  # (batch, seq)
+            z = (squares.sum(1) / num_tokens).sum()
+        return torch.stack([balance, z])
+
+    def count(self, counts: Tensor, values: Tensor) -> None:
+        """Add the statistics of a microbatch to those of the step."""
+        self.counts = counts if self.counts is None else self.counts + counts
+        self.values = values if self.values is None else self.values + values
+
+    def take(self) -> tuple[Tensor | None, Tensor | None]:
+        """Return `counts` and `values` of the step, and start the next step."""
+        taken, self.counts, self.values = (self.counts, self.values), None, None
+        return taken
+
+
+class _Attach(torch.autograd.Function):
+    """The weights, unchanged. Their backward also starts that of the loss, and counts a microbatch once: an evaluation has no
+    backward, a recomputed forward has one, and zero-bubble schedules run it twice."""
+
+    @staticmethod
+    def forward(ctx: Any, weights: Tensor, loss: Tensor, balance: Balance, counts: Tensor, values: Tensor) -> Tensor:
+        ctx.save_for_backward(counts, values)
+        ctx.balance = balance
+        return weights.view_as(weights)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        if ctx.balance is not None:
+            ctx.balance.count(*ctx.saved_tensors)
+            ctx.balance = None
+        return gradient, gradient.new_ones((), dtype=torch.float32), None, None, None
+
+
+def apply_balance(model: nn.Module, config: ExpertsConfig, global_batch_size: int, meshes: Meshes) -> None:
+    """Give each mixture of experts its losses and statistics, in place."""
+    for module in model.modules():
+        if isinstance(module, MixtureOfExperts):
+            module.balance = Balance(config, global_batch_size, meshes)
+
+
+class Load:
+    """The load of all experts in a step."""
+
+    def __init__(self, model_parts: Iterable[nn.Module], sizes: MixtureSizes, device: torch.device):
+        """Find the layers.
+
+        Args:
+            model_parts: This rank's stages.
+            sizes: Of the model.
+            device: Of the statistics.
+        """
+        layers = [i for i, is_sparse in enumerate(sizes.all_sparse_layers) if is_sparse]
+        self.rows = {layer: row for row, layer in enumerate(layers)}
+        self.layers: dict[int, Balance] = {}
+        """Index of a layer of this rank -> its balance."""
+        for part in model_parts:
+            for name, module in part.named_modules():
+                if isinstance(module, Balance):
+                    self.layers[next(int(word) for word in name.split(".") if word.isdigit())] = module
+        self.shape, self.device = (len(layers), sizes.n_experts), device
+
+    def take(self, num_samples: int) -> dict[str, Tensor]:
+        """Return metrics of the step by name, over all ranks, and start the next step. num_samples: samples of the step.
+
+        balance_loss, router_z_loss: Means over samples and layers.
+        expert_load_violation: Load of a layer's busiest expert, relative to the mean load, minus 1; mean over layers.
+        expert_load_violation_max: Largest of the layers.
+        expert_load_entropy: Entropy of a layer's load, relative to that of an even load; mean over layers.
+        idle_experts: Share of all experts without a token.
+        """
+        # Counts are exact in fp64.
+        packed = torch.zeros(self.shape[0], self.shape[1] + 2, dtype=torch.float64, device=self.device)
+        for layer, balance in self.layers.items():
+            counts, values = balance.take()
+            if counts is not None:
+                packed[self.rows[layer]] = torch.cat([counts.double(), values.double()])
+        packed = sum_over(packed, dist.group.WORLD)
+        counts, losses = packed[:, :-2], packed[:, -2:].mean(0) / num_samples
+        shares = counts / counts.sum(1, keepdim=True).clamp(min=1)  # (layers, experts)
+        violation = shares.amax(1) * self.shape[1] - 1
+        entropy = -torch.special.xlogy(shares, shares).sum(1) / torch.tensor(self.shape[1]).log()
+        return {
+            "balance_loss": losses[0],
+            "router_z_loss": losses[1],
+            "expert_load_violation": violation.mean(),
+            "expert_load_violation_max": violation.amax(),
+            "expert_load_entropy": entropy.mean(),
+            "idle_experts": (counts == 0).double().mean(),
+        }
