@@ -57,9 +57,9 @@ from trainer.checkpoint.adapter import is_adapter, write_peft
 from trainer.checkpoint.export import HfExport
 from trainer.checkpoint.huggingface import HfModelFolder, family_of, import_folder, require_new_folder
 from trainer.checkpoint.manifest import CorruptError
-from trainer.config.fields import did_you_mean
 from trainer.config.model_source import resolve_checkpoint
 from trainer.runtime.device import DTYPES
+from trainer.system.spelling import did_you_mean
 from trainer.system.units import GIB
 
 

@@ -46,6 +46,7 @@ from trainer.system.files import (
 )
 from trainer.system.model_folder import folder_problem, pointer_problem, quantization_problem, weights_problem
 from trainer.system.paths import unreadable
+from trainer.system.spelling import similar_path
 
 CHAT_TEMPLATE = "chat_template.jinja"
 GENERATION_CONFIG = "generation_config.json"
@@ -351,6 +352,8 @@ def family_of(spec: ModelSpec, sizes: Any) -> str:
 def read_architecture(path: Path) -> tuple[str, Any]:
     """Return the name of the family and the sizes of a model. path: of a checkpoint, of a folder in Hugging Face's format, or of
     its config.json. Raises ConfigError."""
+    if not path.exists():
+        raise ConfigError("", f"no such file or folder{similar_path(path)}")
     if is_checkpoint(path):
         with manifest.damage_as_config_error(path):
             metadata = ModelMetadata.read(path)

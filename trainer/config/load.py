@@ -1,6 +1,7 @@
 """Loading of a Config from a TOML file and the command line. An error message is one line: the setting, its value and origin,
 the broken rule, and a likely fix if one is found."""
 
+import glob
 import itertools
 import os
 import re
@@ -12,13 +13,14 @@ from typing import Any, get_args
 
 import tomli
 
-from trainer.config.fields import Setting, coerce, did_you_mean, nearest, parse_text, range_error, settings, type_error
+from trainer.config.fields import Setting, coerce, parse_text, range_error, settings, type_error
 from trainer.config.foreign import SECTIONS, VALUES, replacement
 from trainer.config.packages import is_installed
 from trainer.config.pretrained import SHORT_FLAGS, with_pretrained
 from trainer.config.schema import DOCUMENT_COLUMNS, MESSAGE_COLUMNS, Config, ConfigError, ModelFamily, toml_value
 from trainer.system.files import folder_error
 from trainer.system.paths import exists, is_dataset_name, path_error, split_best
+from trainer.system.spelling import did_you_mean, nearest, nearest_path, similar_path
 
 DEFAULT_CONFIG = Path(__file__).parents[2] / "train_configs" / "debug.toml"
 
@@ -148,9 +150,9 @@ def _similar_file(file: str) -> str:
     for path in (Path(f"{file}.toml"), DEFAULT_CONFIG.parent / f"{named}.toml"):
         if path.exists():
             return f"; did you mean '{os.path.relpath(path)}'?"
-    siblings = [str(path) for path in Path(file).parent.glob("*.toml") if path.exists()]
     shipped = {path.stem: os.path.relpath(path) for path in DEFAULT_CONFIG.parent.glob("*.toml")}
-    similar = nearest(file, siblings) or shipped.get(nearest(named, shipped), "")
+    shipped_name = shipped.get(nearest(named, shipped), "")
+    similar = found if (found := nearest_path(file)).endswith(".toml") else shipped_name or found
     return similar and f"; did you mean '{similar}'?"
 
 
@@ -378,7 +380,7 @@ def _check_files(config: Config, sections: Collection[str]) -> None:
     tokenizer = config.tokenizer
     is_folder = tokenizer.backend == "huggingface" and os.path.isdir(tokenizer.path)
     if "tokenizer" in sections and tokenizer.path and not os.path.isfile(tokenizer.path) and not is_folder:
-        raise ConfigError("tokenizer.path", "no such file")
+        raise ConfigError("tokenizer.path", f"no such file{similar_path(tokenizer.path)}")
     for package in ("wandb", "mlflow", "trackio") if "metrics" in sections else ():
         if package in config.metrics.sinks and not is_installed(package):
             raise ConfigError(
@@ -387,7 +389,8 @@ def _check_files(config: Config, sections: Collection[str]) -> None:
     for key, reader, path in _datasets(config):
         is_checked = key.partition(".")[0] in sections and reader in _FILE_READERS
         if path and is_checked and not exists(path) and not (reader in _NAME_READERS and is_dataset_name(path)):
-            raise ConfigError(key, "no such file or folder, and no file matches the pattern")
+            message = "no file matches the pattern" if glob.has_magic(path) else "no such file or folder"
+            raise ConfigError(key, f"{message}{similar_path(path)}")
 
 
 PATHS = (
