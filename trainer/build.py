@@ -101,6 +101,7 @@ def build_trainer(
     parameters = [parameter for part in model_parts.values() for parameter in part.parameters()]
     check_memory(config, resolved, parameters, device)
 
+    weights = initial_model.open_weights(config, resolved, point)
     datasets = prepare_and_open(config, text.tokenizer)
     config = with_steps(config, datasets, None if point is None else point.state)
     require_profiled_step(config.profiling, config.training.steps)
@@ -114,7 +115,7 @@ def build_trainer(
         objective = build_objective(config, resolved, meshes)
     engine = Engine(config, resolved, device, meshes, model_parts, objective)
     sets = [(datasets.training, len(datasets.training)), *((s.samples, s.num_samples) for s in eval_sets)]
-    initial = initial_model.load(config, resolved, text, engine, sets, partition, point)
+    initial = initial_model.load(config, resolved, text, engine, sets, partition, point, weights)
     training, *evaluation = initial.samples
     datasets = replace(datasets, training=training)
     eval_sets = [replace(s, samples=samples) for s, samples in zip(eval_sets, evaluation, strict=True)]
