@@ -265,7 +265,7 @@ def test_a_corpus_without_documents_is_an_error(data, tmp_path):
         prepare(replace(data, path=str(folder)), DEFAULT)
     (folder / "blank.jsonl").write_text("\n\n")
     with pytest.raises(
-        ConfigError, match="contains no readable document; found 1 files without lines or elements of an array"
+        ConfigError, match=r"contains no readable document; found 1 files \(2 bytes\) without a document"
     ):
         prepare(replace(data, dataset="jsonl", path=str(folder)), DEFAULT)
 

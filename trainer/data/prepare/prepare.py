@@ -167,9 +167,7 @@ def _build(
         damaged_files=sum(chunk.damaged_files for chunk in chunks),
     )
     if not counts.documents:
-        first = next(
-            read_bad_documents(bad_documents), f"{len(source.files)} files without lines or elements of an array"
-        )
+        first = next(read_bad_documents(bad_documents), f"{len(source.files)} files ({total} bytes) without a document")
         raise ConfigError("data.path", f"this dataset contains no readable document; found {first}")
     check_share(data, counts, read_bad_documents(bad_documents))
     _write_store(data, tokenizer, folder, chunk_folder, chunks, counts)
