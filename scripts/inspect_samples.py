@@ -18,12 +18,20 @@ from trainer.system.process import exit_on_interrupt
 if __name__ == "__main__":
     exit_on_interrupt()
 
-from trainer.config.command_line import Arguments, answer_early, die, one_line_errors, positive_int, run_to_end
+from trainer.config.command_line import (
+    Arguments,
+    answer_early,
+    die,
+    existing_folder,
+    one_line_errors,
+    positive_int,
+    run_to_end,
+)
 
 
 def arguments() -> Arguments:
     parser = Arguments(__doc__)
-    parser.add_argument("run", type=Path, help="run folder")
+    parser.add_argument("run", type=existing_folder, help="run folder")
     parser.add_argument("step", type=positive_int, help="number of a completed step")
     parser.add_argument("--show", action="store_true", help="print complete samples, with their targets")
     return parser

@@ -233,6 +233,8 @@ SCRIPTS = {
     "checkpoint list empty": "contains no checkpoint",
     "checkpoint lst run": "did you mean 'list'?",
     "inspect_samples empty 1": "is not a run folder",
+    "inspect_samples runs 1": "no such folder; did you mean 'run'?",
+    "compare_runs runs run": "no such folder; did you mean 'run'?",
     "train_tokenizer words.txt": "already exists",
     "parity --layout tensor=2": "is not a setting of [parallel]",
 }

@@ -37,14 +37,14 @@ def load_text_format(config: Config, resolved: ResolvedRun) -> TextFormat:
     if all(member.dataset not in CHAT_DATASETS for member in dataset_configs(config.data).values()):
         return TextFormat(tokenizer, chat_template="", end_of_turn=())
 
-    if line := unused_template(config, resolved.family, tokenizer):
-        console.warning(line)
-
     def validated_template() -> tuple[str, tuple[int, ...]]:
         chat = chat_format(config.data, tokenizer)
         return chat.self_contained(), tuple(chat.end_of_turn)
 
-    return TextFormat(tokenizer, *run_on_rank_0(validated_template))
+    text = TextFormat(tokenizer, *run_on_rank_0(validated_template))
+    if line := unused_template(config, resolved.family, tokenizer):
+        console.warning(line)
+    return text
 
 
 def unused_template(config: Config, family: str, tokenizer: Tokenizer) -> str:

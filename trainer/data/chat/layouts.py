@@ -69,9 +69,14 @@ def _renamed(fields: Any, columns: Mapping[str, str]) -> tuple[Any, set[str]]:
     return kept | {ours: fields[name] for ours, name in present.items()}, replaced
 
 
+def absent_columns(document: Any, columns: Mapping[str, str]) -> list[str]:
+    """Return the entries of data.columns whose field a document does not have, without those of messages."""
+    return [ours for ours, name in columns.items() if ours not in MESSAGE_COLUMNS and name not in document]
+
+
 def missing_columns(document: Mapping[str, Any], columns: Mapping[str, str]) -> str:
     """Return which names of data.columns a document does not have, as the start of a message, or ""."""
-    missing = [name for ours, name in columns.items() if ours not in MESSAGE_COLUMNS and name not in document]
+    missing = [columns[ours] for ours in absent_columns(document, columns)]
     if not missing:
         return ""
     hint = did_you_mean(missing[0], list(document))
