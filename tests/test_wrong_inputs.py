@@ -178,7 +178,7 @@ DATA = {
     "jsonl --data.path python.jsonl": "Python's notation is not JSON",
     "jsonl --data.path arrays.jsonl": "a document of JSON lines must be an object",
     "jsonl --data.path utf32.jsonl": "this is UTF-32 text",
-    "text --data.path utf16.txt": "this is UTF-16 text, not UTF-8 text",
+    "text --data.path utf16.txt": "this is UTF-16 text; convert such files to UTF-8",
     "csv --data.path headless.csv": "its first row, which must name the columns: Hello there., 1",
     "csv --data.path header.csv": "found 1 files (8 bytes) without a document",
     "jsonl --data.path empty.jsonl": "contains no readable document",

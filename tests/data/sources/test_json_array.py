@@ -90,7 +90,8 @@ def test_a_bad_element_has_its_line_and_number(tmp_path, chunk_bytes):
     assert [document for document in found if isinstance(document, str)] == ["a", "b", "y" * 88]
     assert messages(found) == [
         f"{file}:3: element 2: field 'text', which data.text_field names, is a number, not a string",
-        f"{file}:7: element 3: the element is not valid JSON: Expecting property name enclosed in double quotes (character 2)",
+        f"{file}:7: element 3: the element is not valid JSON: Expecting property name enclosed in double quotes (character 2); "
+        "Python's notation is not JSON",
         f"{file}:8: element 5: the element is not valid JSON: Expecting value (character 1)",
         f"{file}:8: element 6: expected an object, found a number",
         f"{file}:9: element 7: the document is longer than data.max_document_bytes = 100",

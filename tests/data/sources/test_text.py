@@ -32,7 +32,8 @@ TEXTS = {
     b"": "FILE: the document is empty",
     b"\xef\xbb\xbf": "FILE: the document is empty",
     b"one\ntwo\nth\xffree": "FILE:3: the file is not UTF-8 text (byte 10)",
-    "utf-16".encode("utf-16"): "FILE: this is UTF-16 text, not UTF-8 text; convert such files to UTF-8",
+    "Latin".encode("utf-16-le"): "FILE: this is UTF-16 text; convert such files to UTF-8",
+    "utf-16".encode("utf-16"): "FILE: this is UTF-16 text; convert such files to UTF-8",
     b"x" * 101: "FILE: the document is longer than data.max_document_bytes = 100",
     b"x" * 100: "x" * 100,
 }

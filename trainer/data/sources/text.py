@@ -27,7 +27,7 @@ def _read_text(max_bytes: int, span: Span, transform: Callable[[str], T]) -> Ite
         if not content:
             raise InvalidDocument("the document is empty")
         if (kind := recognize(content, span.path)) in (LFS_POINTER, UTF_16):  # which may be UTF-8 too
-            raise InvalidDocument(f"this is {kind.name}, not UTF-8 text; {kind.advice('text')}")
+            raise InvalidDocument(f"this is {kind.name}; {kind.advice('text')}")
         yield transform(content.decode("utf-8"))
     except UnicodeDecodeError as error:
         line = 0 if kind else content.count(b"\n", 0, error.start) + 1
