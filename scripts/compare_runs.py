@@ -18,14 +18,15 @@ if __name__ == "__main__":
     exit_on_interrupt()
 
 from trainer.config import ConfigError
-from trainer.config.command_line import Arguments, run_to_end
-from trainer.config.render import differing_settings
+from trainer.config.command_line import Arguments, existing_folder, run_to_end
+from trainer.config.render import differing_settings, setting_texts
 from trainer.system.files import read_json_lines, read_json_object
 
 
 def differences(a: Path, b: Path) -> Iterator[str]:
     """Yield one line for each setting and each part of the environment that differs. Raises ConfigError for unreadable files."""
-    yield from differing_settings(_read(a / "config.toml"), _read(b / "config.toml"))
+    files = (a / "config.toml", b / "config.toml")
+    yield from differing_settings(*(setting_texts(_read(file), file) for file in files))
     first, second = (_flat(_read(run / "environment.json", read_json_object)) for run in (a, b))
     for key in sorted(first | second):
         if first.get(key) != second.get(key):
@@ -65,8 +66,8 @@ def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def main() -> None:
     parser = Arguments(__doc__)
-    parser.add_argument("a", type=Path, metavar="RUN_A", help="run folder")
-    parser.add_argument("b", type=Path, metavar="RUN_B", help="run folder")
+    parser.add_argument("a", type=existing_folder, metavar="RUN_A", help="run folder")
+    parser.add_argument("b", type=existing_folder, metavar="RUN_B", help="run folder")
     args = parser.parse_args()
     lines = list(differences(args.a, args.b))
     line, same = compare_losses(losses(args.a), losses(args.b))

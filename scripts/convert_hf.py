@@ -59,9 +59,9 @@ from trainer.checkpoint.huggingface import HfModelFolder, family_of
 from trainer.checkpoint.manifest import CorruptError
 from trainer.checkpoint.peft import write_peft
 from trainer.checkpoint.write_model import import_folder, require_new_folder
-from trainer.config.fields import did_you_mean
 from trainer.config.model_source import resolve_checkpoint
 from trainer.runtime.device import DTYPES
+from trainer.system.spelling import did_you_mean
 from trainer.system.units import GIB
 
 

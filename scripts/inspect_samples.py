@@ -18,12 +18,20 @@ from trainer.system.process import exit_on_interrupt
 if __name__ == "__main__":
     exit_on_interrupt()
 
-from trainer.config.command_line import Arguments, answer_early, die, positive_int, run_to_end
+from trainer.config.command_line import (
+    Arguments,
+    answer_early,
+    die,
+    existing_folder,
+    one_line_errors,
+    positive_int,
+    run_to_end,
+)
 
 
 def arguments() -> Arguments:
     parser = Arguments(__doc__)
-    parser.add_argument("run", type=Path, help="run folder")
+    parser.add_argument("run", type=existing_folder, help="run folder")
     parser.add_argument("step", type=positive_int, help="number of a completed step")
     parser.add_argument("--show", action="store_true", help="print complete samples, with their targets")
     return parser
@@ -34,7 +42,7 @@ if __name__ == "__main__":
 
 import numpy as np
 
-from trainer.config import ConfigError
+from trainer.config import Config, ConfigError
 from trainer.config.load import load_config
 from trainer.config.required_files import DATA_SECTIONS
 from trainer.data.build import open_datasets
@@ -70,6 +78,11 @@ def samples_of_step(run: Path, step: int) -> tuple[np.ndarray, tuple[tuple[int, 
 
 def print_samples(run: Path, step: int, complete: bool) -> None:
     config = load_config(["--config", str(run / "config.toml")], DATA_SECTIONS)
+    with one_line_errors(config):
+        _print_samples(config, run, step, complete)
+
+
+def _print_samples(config: Config, run: Path, step: int, complete: bool) -> None:
     seq_len, data = config.training.seq_len, config.data
     consumed, skipped_samples = samples_of_step(run, step)
     tokenizer = load_tokenizer(config.tokenizer)

@@ -179,12 +179,13 @@ def test_of_a_large_dataset_the_first_documents_are_read(ranks, tiny, tmp_path):
         in unprepared
     )
     assert "7 of the first 100 documents are readable and have " in mixed and "; refused: " in mixed
-    found = "this dataset contains no readable document; found 1 files without lines or elements of an array"
-    assert empty == f"--data.path {tmp_path}/empty.jsonl: {found}"
+    found = "this dataset contains no readable document; found 1 files ("
+    assert empty.startswith(f"--data.path {tmp_path}/empty.jsonl: {found}") and empty.endswith(") without a document")
     assert "steps         those of 2 epochs, " in epochs and "checkpoints   an unknown number of " in epochs
     assert "epochs" not in unprepared and "epochs        " in prepared
     line = "none of the first 100 documents is readable; the first: "
-    assert junk == f"--data.path {tmp_path}/junk.jsonl: {line}{tmp_path}/junk.jsonl:1: the record has no field 'text'"
+    line += f"{tmp_path}/junk.jsonl:1: the record has no field 'text', "
+    assert junk.startswith(f"--data.path {tmp_path}/junk.jsonl: {line}")
 
 
 def test_a_dry_run_of_two_ranks_is_one_process_that_writes_nothing(tiny, tmp_path):

@@ -124,6 +124,13 @@ SETTINGS = {
     "--checkpoint.init_from file.txt": "is a file, not a folder",
     "--lora.init_from nowhere --lora.rank 8 --checkpoint.init_from .": "no such folder",
     "--data.dataset text --data.path nowhere": "no such file or folder",
+    "--data.dataset text --data.path word.txt": "no such file or folder; did you mean 'words.txt'?",
+    "--data.dataset text --data.path gguff/*.txt": "no file matches the pattern; did you mean 'gguf'?",
+    "--data.datasets.web jsonl:contents.jsonl": "did you mean 'content.jsonl'?",
+    "--checkpoint.init_from runs": "no such folder; did you mean 'run'?",
+    "--model.huggingface gpt3": "no such file or folder; did you mean 'gpt2'?",
+    "--from adaptor": "no such folder; did you mean 'adapter'?",
+    "--tokenizer.backend tiktoken --tokenizer.path word.txt": "no such file; did you mean 'words.txt'?",
     "--data.path file.txt": "set [data] dataset to text",
     "--tokenizer.backend tiktoken --tokenizer.path nowhere": "no such file",
     "--tokenizer.path file.txt": "has an effect only with [tokenizer] backend",
@@ -162,7 +169,18 @@ FILES = {
 """Content of the settings file -> text of the line."""
 
 DATA = {
-    "jsonl --data.path content.jsonl": "the record has no field 'text'",
+    "jsonl --data.path content.jsonl": "no field 'text', which data.text_field names; its fields: content",
+    "jsonl --data.path number.jsonl": "field 'text', which data.text_field names, is a number",
+    "jsonl --data.path messages.jsonl": 'dataset = "chat" reads conversations',
+    "jsonl --data.path wrapped.json": "field 'data' holds a list of 1 records; the file must hold this list only",
+    "jsonl --data.path pretty.json": "one array; field 'data' holds a list of records; the file must hold this list only",
+    "jsonl --data.path commas.jsonl": "a file must hold one complete object per line, or one array",
+    "jsonl --data.path python.jsonl": "Python's notation is not JSON",
+    "jsonl --data.path arrays.jsonl": "a document of JSON lines must be an object",
+    "jsonl --data.path utf32.jsonl": "this is UTF-32 text",
+    "text --data.path utf16.txt": "this is UTF-16 text; convert such files to UTF-8",
+    "csv --data.path headless.csv": "its first row, which must name the columns: Hello there., 1",
+    "csv --data.path header.csv": "found 1 files (8 bytes) without a document",
     "jsonl --data.path empty.jsonl": "contains no readable document",
     "jsonl --data.path words.txt": "the line is not valid JSON",
     "jsonl --data.path empty": "this path holds no file ending in .jsonl",
@@ -197,18 +215,26 @@ SCRIPTS = {
     "plan --world_size 8": "did you mean '--world-size'?",
     "plan --device h1000": "did you mean 'h100'?",
     "plan --tokens 15T": "expected a number",
-    "plan --model.huggingface nowhere": "cannot be read (No such file or directory)",
+    "plan --model.huggingface nowhere": "no such file or folder",
     "plan --from-hf nowhere": "use --from or --model.huggingface",
     "plan --world-size 4 --parallel.tp 8": "plan.py --world-size 8",
     "plan --lora_r 8": "use '--lora.rank'",
     "convert_hf to_hf run out": "did you mean 'to-hf'?",
     "convert_hf to-hf nowhere out": "nowhere: no such folder",
+    "convert_hf to-hf runs out": "no such folder; did you mean 'run'?",
+    "checkpoint list gguff": "no such folder; did you mean 'gguf'?",
+    "compare_runs broken run": "broken/config.toml is not the configuration of a run",
+    "inspect_samples broken 1": "--config broken/config.toml: not valid TOML",
+    "inspect_samples moved 1": 'moved/config.toml [data] path = "words.jsonl": no such file or folder',
+    "inspect_samples unread 1": 'unread/config.toml [data] path = "content.jsonl": this dataset contains no readable',
     "convert_hf to-hf run --output out": "use OUT, the last argument",
     "convert_hf to-hf gs://bucket/run out": "must be a local path, not a URL",
     "checkpoint list nowhere": "no such folder",
     "checkpoint list empty": "contains no checkpoint",
     "checkpoint lst run": "did you mean 'list'?",
     "inspect_samples empty 1": "is not a run folder",
+    "inspect_samples runs 1": "no such folder; did you mean 'run'?",
+    "compare_runs runs run": "no such folder; did you mean 'run'?",
     "train_tokenizer words.txt": "already exists",
     "parity --layout tensor=2": "is not a setting of [parallel]",
 }
@@ -245,7 +271,7 @@ FOLDERS = {
 def folder(tmp_path_factory) -> Path:
     """A folder with the files that the inputs name."""
     path = tmp_path_factory.mktemp("newcomer")
-    for name in ("empty", "run", "gguf", "adapter", "gpt2"):
+    for name in ("empty", "run", "gguf", "adapter", "gpt2", "broken", "moved", "unread"):
         (path / name).mkdir()
     files = {
         "file.txt": "x",
@@ -253,6 +279,22 @@ def folder(tmp_path_factory) -> Path:
         "axolotl.yaml": "lora_r: 8",
         "content.jsonl": '{"content": "hello"}\n',
         "empty.jsonl": "",
+        "number.jsonl": '{"text": 5}\n',
+        "messages.jsonl": '{"messages": []}\n',
+        "wrapped.json": '{"version": 1, "data": [{"text": "hello"}]}',
+        "pretty.json": json.dumps({"version": 1, "data": [{"text": "hello"}]}, indent=2),
+        "commas.jsonl": '{"text": "hello"},\n',
+        "python.jsonl": "{'text': 'hello'}\n",
+        "arrays.jsonl": '["hello"]\n["you"]\n',
+        "headless.csv": "Hello there.,1\n",
+        "header.csv": "text,id\n",
+        "broken/config.toml": "[run",
+        "broken/metrics.jsonl": "",
+        "moved/config.toml": '[data]\ndataset = "jsonl"\npath = "words.jsonl"',
+        "moved/metrics.jsonl": "",
+        "unread/config.toml": '[data]\ndataset = "jsonl"\npath = "content.jsonl"\nstore_folder = "stores"',
+        "unread/metrics.jsonl": '{"kind": "train", "step": 1, "first_step": 1, "cursor": 8, "global_batch_size": 8, '
+        '"skipped_samples": []}\n',
         "run/config.toml": "",
         "gguf/model.gguf": "GGUF",
         "adapter/adapter_config.json": json.dumps({"base_model_name_or_path": "org/base"}),
@@ -260,6 +302,8 @@ def folder(tmp_path_factory) -> Path:
     }
     for name, content in files.items():
         (path / name).write_text(content)
+    (path / "utf16.txt").write_bytes("Hello there.\n".encode("utf-16-le"))
+    (path / "utf32.jsonl").write_bytes(b'{"text": "hello"}\n'.decode().encode("utf-32"))
     (path / "paper.pdf").write_bytes(b"%PDF-1.4\n%\xe2\xe3\xcf\xd3\n")
     return path
 

@@ -95,6 +95,7 @@ def build_trainer(
     model_parts = build_model_parts(config, resolved, meshes, backend)  # on the meta device: they take no memory yet
     check_memory(config, resolved, model_parts.values(), device)
 
+    weights = initial_model.open_weights(config, resolved, point)
     datasets = prepare_and_open(config, text.tokenizer)
     config = with_steps(config, datasets, saved)
     require_profiled_step(config.profiling, config.training.steps)
@@ -107,7 +108,9 @@ def build_trainer(
     if objective is None:
         objective = build_objective(config, resolved, meshes)
     engine = Engine(config, resolved, device, meshes, model_parts, objective)
-    initial = initial_model.load(config, resolved, text, engine, datasets.training, eval_sets, partition, point)
+    initial = initial_model.load(
+        config, resolved, text, engine, datasets.training, eval_sets, partition, point, weights
+    )
     datasets = replace(datasets, training=initial.training)
 
     state = _first_state(resolved, text, datasets, initial)

@@ -11,7 +11,6 @@ from models.spec import meta_model
 from trainer.checkpoint.best import BestTracker
 from trainer.checkpoint.initial_adapter import load_adapter
 from trainer.checkpoint.resume import ResumePoint, require_compatible
-from trainer.checkpoint.weights import check_initial_weights
 from trainer.config import Config, ConfigError, EvaluationConfig, SamplesConfig
 from trainer.data.build import Datasets
 from trainer.data.datasets import all_dataset_configs
@@ -22,6 +21,7 @@ from trainer.data.view.figures import as_table, refusals, split_figures
 from trainer.data.view.text import table_lines
 from trainer.evaluate import EvalSet, build_eval_sets
 from trainer.inference.samples import encode_prompts
+from trainer.initial_model import open_weights
 from trainer.planning.estimate import Hardware, RunEstimate, estimate, this_machine
 from trainer.planning.limits import GPU_RESERVE_BYTES
 from trainer.planning.report import format_bytes, margin_text
@@ -154,17 +154,10 @@ def _is_identified_by_data(evaluation: EvaluationConfig) -> bool:
 def _weights(config: Config, resolved: ResolvedRun, point: ResumePoint | None) -> str:
     """Check the initial weights and the initial adapter, and return where the weights come from."""
     origin = "random" if point is None else f"of {point.path}, which is intact"
-    if point is not None and config.lora.rank is None:
+    if (weights := open_weights(config, resolved, point)) is None:
         return origin
-    if not config.checkpoint.init_from:
-        return origin
-    model = meta_model(resolved.spec.model, resolved.sizes)
-    parameters = dict(model.named_parameters())
-    weights = check_initial_weights(
-        config.checkpoint, resolved.spec, resolved.sizes, parameters, resolved.parameter_names
-    )
     if config.lora.init_from and point is None:
-        trained = resolved.trained.tensors(model)
+        trained = resolved.trained.tensors(meta_model(resolved.spec.model, resolved.sizes))
         tensors = {name: torch.empty(p.shape) for name, p in trained.items()}
         load_adapter(config.lora, resolved.spec, resolved.sizes, tensors, trained, weights.digest())
     origin = "" if point is None else f"{origin}, on the base model "

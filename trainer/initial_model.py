@@ -9,7 +9,7 @@ from pathlib import Path
 from models.spec import meta_model
 from trainer.checkpoint.initial_adapter import load_adapter
 from trainer.checkpoint.resume import ResumePoint, changed_settings, require_compatible
-from trainer.checkpoint.weights import WeightSource, init_weights_from, names_loaded
+from trainer.checkpoint.weights import WeightSource, load_initial_weights, names_loaded, open_initial_weights
 from trainer.config import Config
 from trainer.config.model_source import resolve_checkpoint
 from trainer.config.pretrained import is_from_pretrained
@@ -44,6 +44,18 @@ class InitialModel:
     """The evaluation data, likewise."""
 
 
+def open_weights(config: Config, resolved: ResolvedRun, point: ResumePoint | None) -> WeightSource | None:
+    """Open the weights of checkpoint.init_from, collectively, and check that they are those of the model, before the data are
+    prepared. None: the run starts from random weights, or its checkpoint replaces them. Raises ConfigError."""
+    is_replaced = point is not None and config.lora.rank is None
+    return None if is_replaced or not config.checkpoint.init_from else _open(config, resolved)
+
+
+def _open(config: Config, resolved: ResolvedRun) -> WeightSource:
+    parameters = dict(meta_model(resolved.spec.model, resolved.sizes).named_parameters())
+    return open_initial_weights(config.checkpoint, resolved.spec, resolved.sizes, parameters)
+
+
 def load(
     config: Config,
     resolved: ResolvedRun,
@@ -53,6 +65,7 @@ def load(
     eval_sets: Sequence[EvalSet],
     partition: BatchPartition,
     point: ResumePoint | None,
+    weights: WeightSource | None,
 ) -> InitialModel:
     """Give the engine's parameters their initial values, collectively, and compute the reference's missing log-probabilities.
 
@@ -68,6 +81,7 @@ def load(
         eval_sets: The evaluation data.
         partition: Which rank reads which samples.
         point: Checkpoint to resume from.
+        weights: Result of `open_weights`.
 
     Raises:
         ConfigError: The weights cannot be used, or the base model is not that of the checkpoint.
@@ -78,14 +92,14 @@ def load(
         saved = {name: point.state.fingerprint[name] for name in kinds if name in point.state.fingerprint}
         stores = open_references(saved)
         if all(store.is_complete for store in stores):
-            loaded = _load_base(config, resolved, engine)
+            loaded = _load_base(config, resolved, engine, weights)
         else:
-            loaded = _load_weights(config, resolved, engine)
+            loaded = _load_weights(config, resolved, engine, weights or _open(config, resolved))
         _require_same_weights(config, resolved, point, loaded)
         hashes: dict[str, str | None] = saved
         console.info(_resumed_line(point, loaded))
     else:
-        loaded = _load_weights(config, resolved, engine)
+        loaded = _load_weights(config, resolved, engine, weights)
         hashes = loaded.hashes
         console.info(f"weights: {loaded.origin}")
         stores = open_references(hashes)
@@ -108,16 +122,16 @@ class _Loaded:
     """Path and hash of the base model, if the run trains adapters."""
 
 
-def _load_weights(config: Config, resolved: ResolvedRun, engine: Engine) -> _Loaded:
+def _load_weights(config: Config, resolved: ResolvedRun, engine: Engine, weights: WeightSource | None) -> _Loaded:
     """Give all parameters their initial values: drawn at random, or loaded from checkpoint.init_from and lora.init_from."""
     lora, names = config.lora, resolved.parameter_names
     loaded = names_loaded(config.checkpoint, names)
     engine.initialize(loaded=names | resolved.trained.names if lora.init_from else loaded)
-    if not config.checkpoint.init_from:
+    if weights is None:
         folder = "" if config.model.pretrained else config.model.huggingface
         only = f"; {folder} gives only the dimensions, and --from {folder} would load its weights too" if folder else ""
         return _Loaded(hashes={_INITIAL: None}, origin=f"random{only}")
-    weights = init_weights_from(config.checkpoint, resolved.spec, resolved.sizes, engine.parameters, names)
+    load_initial_weights(config.checkpoint, weights, engine.parameters, names)
     weights_digest = weights.digest()
     adapter = ""
     if lora.init_from:
@@ -134,12 +148,11 @@ def _load_weights(config: Config, resolved: ResolvedRun, engine: Engine) -> _Loa
     return _Loaded(hashes=hashes, origin=f"{_origin(weights, weights_digest)}{exception}", base=base)
 
 
-def _load_base(config: Config, resolved: ResolvedRun, engine: Engine) -> _Loaded:
+def _load_base(config: Config, resolved: ResolvedRun, engine: Engine, weights: WeightSource | None) -> _Loaded:
     """Load the base model, if the run trains adapters."""
-    if config.lora.rank is None:
+    if weights is None:
         return _Loaded(hashes={}, origin="")
-    names = resolved.parameter_names
-    weights = init_weights_from(config.checkpoint, resolved.spec, resolved.sizes, engine.parameters, names)
+    load_initial_weights(config.checkpoint, weights, engine.parameters, resolved.parameter_names)
     weights_digest = weights.digest()
     base, origin = _base_of(weights, weights_digest), _origin(weights, weights_digest)
     return _Loaded(hashes={_BASE: weights_digest}, origin=origin, base=base)

@@ -227,8 +227,7 @@ WRONG = {
     "--training.stpes 5": "--training.stpes: unknown setting; did you mean '--training.steps'?",
     "--model.overrides.n_layer 4": "--model.overrides.n_layer 4: llama3 has no dimension of this name; did you mean 'n_layers'?",
     "--parallel.dp_shard 3": None,
-    "--data.dataset text --data.path /no/such": "--data.path /no/such: "
-    "no such file or folder, and no file matches the pattern",
+    "--data.dataset text --data.path /no/such": "--data.path /no/such: no such file or folder",
 }
 
 

@@ -43,6 +43,13 @@ def test_a_run_from_a_folder_is_the_one_whose_settings_are_given_singly(ranks, t
         assert from_folder == from_settings
 
 
+def test_wrong_weights_are_refused_before_the_data_are_prepared(ranks, tiny, base, tmp_path):
+    argv = [*tiny, *in_folder(tmp_path / "run"), "--data.store_folder", str(tmp_path / "stores")]
+    (line,) = ranks(1).run(error_line, [*argv, "--checkpoint.init_from", str(base), "--model.overrides.n_layers", "3"])
+    assert line.startswith(f"--checkpoint.init_from {base}: ") and "contains a different model: n_layers is 2" in line
+    assert not (tmp_path / "stores").exists()
+
+
 def lines_about_weights(*runs: list[str]) -> list[str]:
     """Build the Trainer of each run and return the lines about its weights."""
     lines: list[str] = []

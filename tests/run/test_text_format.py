@@ -4,6 +4,7 @@ import contextlib
 import io
 import subprocess
 from dataclasses import replace
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -15,7 +16,7 @@ from trainer.config import ConfigError, TokenizerConfig
 from trainer.config.load import load_config
 from trainer.data.tokenizer.backends import DEFAULT_FILE, load_tokenizer
 from trainer.run.resolve import resolve
-from trainer.run.text_format import load_text_format, require_same_tokenizer
+from trainer.run.text_format import load_text_format, require_same_tokenizer, unused_template
 from trainer.state import TrainState
 
 CHATS = ["--data.dataset", "chat", "--data.path", "", "--data.packing", "best-fit", "--data.document_mask", "true"]
@@ -55,6 +56,20 @@ def test_an_unknown_tiktoken_file_is_one_warning_of_a_run_until_its_pattern_is_s
     expected = f"warning: {path} is not Llama 3's tiktoken file, but is used with Llama 3's split pattern; set tokenizer.pattern"
     assert (first.count("\n"), first.partition(" ")[2][: len(expected)], second) == (1, expected, "")
     assert ranks(1).run(warnings_of_text_format, [*argv, "--tokenizer.pattern", "llama3"]) == [""]
+
+
+def test_the_default_template_is_not_used_silently_for_another_model():
+    config, default = load_config(combine(CHATS)), load_tokenizer(TokenizerConfig())
+    names = {
+        name: 0 for name in ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|im_start|>", "<|im_end|>")
+    }
+    both = SimpleNamespace(special_tokens=names, files={})
+    own = SimpleNamespace(special_tokens=names, files={"chat_template.jinja": b"x"})
+    assert 'the model is smollm3; set data.chat_template = "smollm3"' in unused_template(config, "smollm3", both)
+    assert "the tokenizer has a chat template of its own" in unused_template(config, "llama3.1", own)
+    assert unused_template(config, "llama3.1", default) == unused_template(config, "llama3", both) == ""
+    chosen = load_config(combine([*CHATS, "--data.chat_template", "llama3"]))
+    assert unused_template(chosen, "smollm3", both) == unused_template(chosen, "smollm3", own) == ""
 
 
 @pytest.mark.parametrize("size", [1, 2])

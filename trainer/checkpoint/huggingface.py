@@ -24,6 +24,7 @@ from trainer.system.checkpoint_folder import is_checkpoint
 from trainer.system.files import LARGEST_JSON, TooLarge, folder_error, read_json_object
 from trainer.system.model_folder import folder_problem, pointer_problem, quantization_problem, weights_problem
 from trainer.system.paths import unreadable
+from trainer.system.spelling import similar_path
 
 _ROWS = 4096
 """Maximum number of rows to compare at once."""
@@ -275,6 +276,8 @@ def family_of(spec: ModelSpec, sizes: Any) -> str:
 def read_architecture(path: Path) -> tuple[str, Any]:
     """Return the name of the family and the sizes of a model. path: of a checkpoint, of a folder in Hugging Face's format, or of
     its config.json. Raises ConfigError."""
+    if not path.exists():
+        raise ConfigError("", f"no such file or folder{similar_path(path)}")
     if is_checkpoint(path):
         with manifest.damage_as_config_error(path):
             metadata = ModelMetadata.read(path)

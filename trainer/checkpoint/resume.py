@@ -14,7 +14,7 @@ from trainer.checkpoint.commit import first_problem
 from trainer.checkpoint.manifest import CorruptError
 from trainer.config import ConfigError, errors_about
 from trainer.config.model_source import best_checkpoint, list_checkpoints
-from trainer.config.render import differing_settings
+from trainer.config.render import differing_settings, setting_texts
 from trainer.runtime.distributed import run_on_rank_0
 from trainer.state import TrainState
 from trainer.system import console
@@ -131,7 +131,8 @@ def changed_settings(saved: ResumePoint, config: str) -> list[str]:
     """Return one line per setting that differs between the checkpoint and the current configuration. config: TOML text."""
     path = saved.path / "config.toml"
     try:
-        return differing_settings(manifest.read_text(path, LARGEST_CONFIG), config)
+        before = setting_texts(manifest.read_text(path, LARGEST_CONFIG), path)
+        return differing_settings(before, setting_texts(config, path))
     except (CorruptError, ConfigError):
         return [f"{path} cannot be read"]
 

@@ -143,27 +143,31 @@ def names_loaded(config: CheckpointConfig, names: Collection[str]) -> set[str]:
     return set(names).difference(matching("checkpoint.init_exclude", config.init_exclude, names, "parameter"))
 
 
-def init_weights_from(
-    config: CheckpointConfig, spec: ModelSpec, sizes: Any, parameters: Tensors, names: Collection[str]
-) -> WeightSource:
-    """Load this rank's parameters from checkpoint.init_from, collectively, and return the source. names: those of the complete
-    model's parameters; others, such as those of adapters, are not loaded. Raises ConfigError if the source is damaged or contains
-    a different model."""
+def load_initial_weights(
+    config: CheckpointConfig, weights: WeightSource, parameters: Tensors, names: Collection[str]
+) -> None:
+    """Load this rank's parameters from checkpoint.init_from, collectively.
+
+    Args:
+        config: What is loaded.
+        weights: Result of open_initial_weights.
+        parameters: Those of this rank.
+        names: Those of the complete model's parameters. Others, such as those of adapters, are not loaded.
+
+    Raises:
+        ConfigError: The weights are damaged.
+    """
     included = names_loaded(config, names)
     with errors_about("checkpoint.init_from"):
-        weights = _open_initial(config, spec, sizes)
         wanted = {name: p for name, p in parameters.items() if name in included}
         weights.load_into(wanted, resize=config.resize_embeddings)
     dist.barrier()
-    return weights
 
 
-def check_initial_weights(
-    config: CheckpointConfig, spec: ModelSpec, sizes: Any, parameters: Tensors, names: Collection[str]
-) -> WeightSource:
-    """Check that checkpoint.init_from has the weights, like init_weights_from, without loading them. parameters: those of the
-    complete model; only their shapes and dtypes are used."""
-    included = names_loaded(config, names)
+def open_initial_weights(config: CheckpointConfig, spec: ModelSpec, sizes: Any, parameters: Tensors) -> WeightSource:
+    """Open checkpoint.init_from, collectively, and check that it has the weights, without loading them. Raises ConfigError if it
+    is damaged or contains a different model. parameters: those of the complete model; only shapes and dtypes are used."""
+    included = names_loaded(config, parameters)
     with errors_about("checkpoint.init_from"):
         weights = _open_initial(config, spec, sizes)
         wanted = {f"model/{name}": p for name, p in parameters.items() if name in included}

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from trainer.config.errors import ConfigError
-from trainer.config.fields import did_you_mean, parse_text, range_error, settings, type_name
+from trainer.config.fields import parse_text, range_error, settings, type_name
 from trainer.config.foreign import ARGUMENTS, normalized, replacement
 from trainer.config.load import load_config
 from trainer.config.pretrained import SHORT_FLAGS
@@ -23,6 +23,7 @@ from trainer.system.children import end_children
 from trainer.system.files import describe, folder_error
 from trainer.system.paths import path_error
 from trainer.system.process import local_rank, restore_interrupt
+from trainer.system.spelling import did_you_mean
 from trainer.system.streams import (
     STDOUT,
     name_stdout_in_errors,

@@ -1,7 +1,6 @@
 """The settings declared in schema/, with parsers and checks for their values."""
 
 import ast
-import difflib
 import functools
 import inspect
 import itertools
@@ -10,7 +9,7 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, is_dataclass, replace
 from fnmatch import fnmatchcase
@@ -21,6 +20,7 @@ import tomli
 from trainer.config.errors import ConfigError
 from trainer.config.schema.config import Config
 from trainer.config.schema.constraint import Constraint
+from trainer.system.spelling import did_you_mean
 
 
 @dataclass(frozen=True)
@@ -170,19 +170,6 @@ def range_error(value: Any, constraint: Constraint) -> str:
         "must be a 64-bit integer": isinstance(value, float) or -(2**63) <= value < 2**63,
     }
     return next((rule for rule, is_met in rules.items() if not is_met), "")
-
-
-def nearest(word: str, candidates: Iterable[str]) -> str:
-    """Return the closest candidate, or "" if no candidate is close. Case is ignored."""
-    names = {name.lower(): name for name in candidates}
-    close = difflib.get_close_matches(word.lower(), names, n=1, cutoff=0.6)
-    return names[close[0]] if close else ""
-
-
-def did_you_mean(word: str, candidates: Iterable[str], show: str = "{!r}") -> str:
-    """Return "; did you mean 'x'?" with the closest candidate, or "" if no candidate is close. Case is ignored."""
-    close = nearest(word, candidates)
-    return f"; did you mean {show.format(close)}?" if close else ""
 
 
 def matching(key: str, patterns: Collection[str], names: Collection[str], kind: str) -> list[str]:

@@ -3,11 +3,12 @@
 from collections.abc import Iterator, Mapping, Sequence
 
 from trainer.config.errors import ConfigError
-from trainer.config.fields import Setting, did_you_mean, parse_text, settings
+from trainer.config.fields import Setting, parse_text, settings
 from trainer.config.foreign import replacement
 from trainer.config.given import GivenValue
 from trainer.config.pretrained import SHORT_FLAGS
 from trainer.config.unknown_names import AS_FLAG, REMOVED, elsewhere
+from trainer.system.spelling import did_you_mean
 
 
 def parse_argv(argv: Sequence[str]) -> dict[str, str]:

@@ -10,7 +10,6 @@ import tomli
 
 from trainer.config import hub
 from trainer.config.errors import ConfigError, errors_about
-from trainer.config.fields import did_you_mean
 from trainer.config.model_source import (
     TOKENIZER_FILES,
     is_model,
@@ -23,6 +22,7 @@ from trainer.config.model_source import (
 from trainer.config.schema.config import Config
 from trainer.system.checkpoint_folder import is_checkpoint
 from trainer.system.paths import split_best
+from trainer.system.spelling import similar_path
 
 SETTING = "model.pretrained"
 SHORT_FLAGS = {"--from": f"--{SETTING}"}
@@ -143,8 +143,7 @@ def _require_local(config: Config) -> None:
     if os.path.isfile(source):
         raise ConfigError(SETTING, "is a file, not a folder; name the folder that contains it")
     if not os.path.exists(path := split_best(source)[0]):
-        siblings = map(str, path.parent.glob("*"))
-        hint = did_you_mean(str(path), siblings) or "; a model of the Hub is named OWNER/NAME, such as Qwen/Qwen3-0.6B"
+        hint = similar_path(path) or "; a model of the Hub is named OWNER/NAME, such as Qwen/Qwen3-0.6B"
         raise ConfigError(SETTING, f"no such folder{hint}")
 
 

@@ -1,7 +1,9 @@
 """A configuration as text: TOML, --help, and the tables of docs/configuration.md and docs/coming_from.md."""
 
+from collections.abc import Mapping
 from itertools import groupby
 from operator import attrgetter
+from pathlib import Path
 
 import tomli
 
@@ -33,18 +35,17 @@ def _comment(config: Config, setting: Setting, show_origins: bool) -> str:
     return f"  # from {config.model.pretrained}" if from_folder else ""
 
 
-def setting_texts(text: str) -> dict[str, str]:
-    """Return "section.key" -> value of each setting of a TOML configuration. Raises ConfigError if it is not valid TOML."""
+def setting_texts(text: str, file: Path) -> dict[str, str]:
+    """Return "section.key" -> value of each setting of a TOML configuration. Raises ConfigError, about `file`, if it is not
+    valid TOML."""
     try:
         return {f"{s}.{k}": toml_value(v) for s, section in tomli.loads(text).items() for k, v in section.items()}
     except (tomli.TOMLDecodeError, AttributeError, RecursionError):
-        raise ConfigError("", "the config.toml of one of the runs cannot be parsed") from None
+        raise ConfigError("", f"{file} is not the configuration of a run") from None
 
 
-def differing_settings(before: str, now: str) -> list[str]:
-    """Return "section.key before -> now" for each setting that differs between two TOML configurations.
-    Raises ConfigError if one of them is not valid TOML."""
-    old, new = setting_texts(before), setting_texts(now)
+def differing_settings(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
+    """Return "section.key before -> now" for each setting that differs between two results of `setting_texts`."""
     return [f"{key} {old.get(key)} -> {new.get(key)}" for key in new | old if old.get(key) != new.get(key)]
 
 

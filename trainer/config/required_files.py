@@ -1,5 +1,6 @@
 """Files and packages that must exist before a run starts."""
 
+import glob
 import os
 from collections.abc import Collection
 
@@ -9,6 +10,7 @@ from trainer.config.rules import datasets_of
 from trainer.config.schema.config import Config
 from trainer.system.files import folder_error
 from trainer.system.paths import exists, is_dataset_name, split_best
+from trainer.system.spelling import similar_path
 
 DATA_SECTIONS = ("data", "evaluation", "tokenizer")
 """Sections whose files the preparation of data needs."""
@@ -29,7 +31,7 @@ def require_files(config: Config, sections: Collection[str]) -> None:
     tokenizer = config.tokenizer
     is_folder = tokenizer.backend == "huggingface" and os.path.isdir(tokenizer.path)
     if "tokenizer" in sections and tokenizer.path and not os.path.isfile(tokenizer.path) and not is_folder:
-        raise ConfigError("tokenizer.path", "no such file")
+        raise ConfigError("tokenizer.path", f"no such file{similar_path(tokenizer.path)}")
     for package in ("wandb", "mlflow", "trackio") if "metrics" in sections else ():
         if package in config.metrics.sinks and not is_installed(package):
             raise ConfigError(
@@ -38,4 +40,5 @@ def require_files(config: Config, sections: Collection[str]) -> None:
     for key, reader, path in datasets_of(config):
         is_checked = key.partition(".")[0] in sections and reader in _FILE_READERS
         if path and is_checked and not exists(path) and not (reader in _NAME_READERS and is_dataset_name(path)):
-            raise ConfigError(key, "no such file or folder, and no file matches the pattern")
+            message = "no file matches the pattern" if glob.has_magic(path) else "no such file or folder"
+            raise ConfigError(key, f"{message}{similar_path(path)}")

@@ -7,11 +7,12 @@ from collections.abc import Collection, Iterator
 from typing import get_args
 
 from trainer.config.errors import ConfigError
-from trainer.config.fields import did_you_mean, settings
+from trainer.config.fields import settings
 from trainer.config.schema.config import Config
 from trainer.config.schema.data import DOCUMENT_COLUMNS, MESSAGE_COLUMNS
 from trainer.config.schema.model import ModelFamily
 from trainer.system.paths import path_error
+from trainer.system.spelling import did_you_mean
 
 _PATHS = (
     "run.output_folder",

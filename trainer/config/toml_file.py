@@ -8,11 +8,12 @@ from typing import Any
 import tomli
 
 from trainer.config.errors import ConfigError
-from trainer.config.fields import coerce, did_you_mean, nearest, settings
+from trainer.config.fields import coerce, settings
 from trainer.config.foreign import SECTIONS, replacement
 from trainer.config.given import GivenValue
 from trainer.config.toml_text import toml_value
 from trainer.config.unknown_names import IN_FILE, REMOVED, elsewhere
+from trainer.system.spelling import did_you_mean, nearest, nearest_path
 
 DEFAULT_CONFIG = Path(__file__).parents[2] / "train_configs" / "debug.toml"
 
@@ -90,7 +91,7 @@ def _similar_file(file: str) -> str:
     for path in (Path(f"{file}.toml"), DEFAULT_CONFIG.parent / f"{named}.toml"):
         if path.exists():
             return f"; did you mean '{os.path.relpath(path)}'?"
-    siblings = [str(path) for path in Path(file).parent.glob("*.toml") if path.exists()]
     shipped = {path.stem: os.path.relpath(path) for path in DEFAULT_CONFIG.parent.glob("*.toml")}
-    similar = nearest(file, siblings) or shipped.get(nearest(named, shipped), "")
+    shipped_name = shipped.get(nearest(named, shipped), "")
+    similar = found if (found := nearest_path(file)).endswith(".toml") else shipped_name or found
     return similar and f"; did you mean '{similar}'?"

@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from trainer.config import ConfigError, DataConfig, TokenizerConfig
-from trainer.config.fields import did_you_mean
 from trainer.data.prepare.prepare import prepare, writing
 from trainer.data.sampling.packing import pack
 from trainer.data.sources import DATASETS
@@ -16,6 +15,7 @@ from trainer.data.store.held_out import open_splits
 from trainer.data.store.store import read_description, store_digest
 from trainer.data.tokenizer.protocol import Tokenizer
 from trainer.system.files import file_lock
+from trainer.system.spelling import did_you_mean
 
 SINGLE = "data"
 """Name of the dataset if data.datasets is not set."""

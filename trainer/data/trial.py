@@ -62,7 +62,7 @@ class LargeDataset:
             results = list(islice(self._results(tokenizer), _FIRST_DOCUMENTS))
             bad = [result for result in results if isinstance(result, BadDocument)]
             if not results:
-                found = f"{len(self.source.files)} files without lines or elements of an array"
+                found = f"{len(self.source.files)} files ({size_of(self.source)} bytes) without a document"
                 raise ConfigError("data.path", f"this dataset contains no readable document; found {found}")
             if len(bad) == len(results):
                 raise ConfigError(

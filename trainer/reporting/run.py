@@ -95,7 +95,9 @@ def read_run(folder: Path, label: str) -> Run:
         run.problems.append(f"{METRICS_FILE} cannot be read ({error.strerror})")
     try:
         text = read_limited(folder / CONFIG_FILE, LARGEST_CONFIG).decode()
-        run.settings = {key: without_passwords(value) for key, value in setting_texts(text).items()}
+        run.settings = {
+            key: without_passwords(value) for key, value in setting_texts(text, folder / CONFIG_FILE).items()
+        }
     except (OSError, ValueError, ConfigError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is no configuration"
         run.problems.append(f"{CONFIG_FILE} cannot be read ({reason})")

@@ -12,13 +12,14 @@ from trainer.adapters.select import TrainedParameters, require_trained_vocabular
 from trainer.checkpoint.huggingface import read_architecture
 from trainer.checkpoint.peft import PeftNames, require_peft_support
 from trainer.config import Config, ConfigError, ModelConfig, ProfilingConfig, errors_about
-from trainer.config.fields import Setting, coerce, did_you_mean, parse_text, settings, type_name
+from trainer.config.fields import Setting, coerce, parse_text, settings, type_name
 from trainer.config.pretrained import is_from_pretrained
 from trainer.optim import quantization
 from trainer.parallel.mesh import ParallelDims
 from trainer.parallel.pipeline import Stage, check_microbatches, partition_blocks, stages_of_rank
 from trainer.parallel.validate import check_divisibility, check_supported, resolve_compilation
 from trainer.runtime import device as devices
+from trainer.system.spelling import did_you_mean
 
 
 @dataclass(frozen=True, kw_only=True)

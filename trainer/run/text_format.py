@@ -3,7 +3,8 @@
 from dataclasses import dataclass, replace
 
 from trainer.checkpoint.resume import ResumePoint, require_compatible
-from trainer.config import Config, ConfigError, TokenizerConfig
+from trainer.config import Config, ConfigError, DataConfig, TokenizerConfig
+from trainer.data.chat import template_files
 from trainer.data.datasets import dataset_configs
 from trainer.data.prepare.encode import CHAT_DATASETS, chat_format
 from trainer.data.tokenizer.backends import load_tokenizer
@@ -45,7 +46,26 @@ def load_text_format(config: Config, resolved: ResolvedRun) -> TextFormat:
         chat = chat_format(config.data, tokenizer)
         return chat.self_contained(), tuple(chat.end_of_turn)
 
-    return TextFormat(tokenizer, *run_on_rank_0(validated_template))
+    text = TextFormat(tokenizer, *run_on_rank_0(validated_template))
+    if line := unused_template(config, resolved.family, tokenizer):
+        console.warning(line)
+    return text
+
+
+def unused_template(config: Config, family: str, tokenizer: Tokenizer) -> str:
+    """Return a line about the template that the model most probably has, if the default one is used instead, or ""."""
+    default, special = DataConfig().chat_template, tokenizer.special_tokens
+    if template_files.SETTING in config.origins or config.data.chat_template != default:
+        return ""
+    used = f'the default, data.chat_template = "{default}", is used'
+    if template_files.own_template(tokenizer.files):
+        return f"{used}, although the tokenizer has a chat template of its own; set data.chat_template to its folder"
+    others = [name for name in template_files.usable_templates(special) if name.startswith(family)]
+    if not others or family.startswith(default):
+        return ""
+    return (
+        f'{used}, although the model is {family}; set data.chat_template = "{others[0]}", or "{default}" if it is meant'
+    )
 
 
 def require_same_tokenizer(saved: ResumePoint, config: TokenizerConfig, tokenizer: Tokenizer) -> None:

@@ -18,6 +18,8 @@ from typing import Any, BinaryIO, TextIO
 
 import xxhash
 
+from trainer.system.spelling import similar_path
+
 _CHUNK_BYTES = 2**22
 LARGEST_JSON = 2**28
 """Maximum number of bytes of a JSON file, which is parsed in memory."""
@@ -25,10 +27,10 @@ _SUFFIX = ".tmp-" + 8 * "[0-9a-f]"  # glob pattern of the suffix of temporary na
 
 
 def folder_error(path: str | Path) -> str:
-    """Return the reason why the path is not a folder, or "" if it is a folder."""
+    """Return the reason why the path is not a folder, with a similar path that exists, or "" if it is a folder."""
     if os.path.isdir(path):
         return ""
-    return "is a file, not a folder" if os.path.exists(path) else "no such folder"
+    return "is a file, not a folder" if os.path.exists(path) else f"no such folder{similar_path(path)}"
 
 
 def file_error(path: str | Path) -> str:

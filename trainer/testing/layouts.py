@@ -6,11 +6,11 @@ from dataclasses import dataclass, fields
 
 from models import MODELS
 from trainer.config import Config, ConfigError, ParallelConfig
-from trainer.config.fields import did_you_mean
 from trainer.config.flags import parse_argv
 from trainer.config.load import load_config
 from trainer.parallel.pipeline import SCHEDULES, min_microbatches
 from trainer.run.resolve import resolve
+from trainer.system.spelling import did_you_mean
 
 DEBUG_FAMILIES = [name for name, spec in MODELS.items() if "debug" in spec.sizes]
 """Model families with a size for a laptop."""

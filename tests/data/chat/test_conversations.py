@@ -221,6 +221,20 @@ MALFORMED = [
     ),
     ({"completion": "c"}, "the document has a completion but no prompt"),
     ({"prompt": "p"}, "the document has a prompt but no completion"),
+    (
+        {"prompt": "p", "response": "r", "id": 1},
+        "the document has a prompt but no completion; its fields: prompt, response, id; data.columns names other fields, such as "
+        'data.columns = { completion = "response" }',
+    ),
+    (
+        turns({"speaker": "user", "text": "q"}),
+        "message 1 has no role; its fields: speaker, text; data.columns names other fields, such as "
+        'data.columns = { role = "speaker", content = "text" }',
+    ),
+    (
+        turns({"role": "User", "content": "q"}),
+        "message 1 has the role 'User'; expected one of system, user, assistant, tool; did you mean 'user'?",
+    ),
     *(({"prompt": "p", "completion": blank}, "the completion is empty") for blank in ("", " ", "\n\t", "\u2003")),
     ({"prompt": "p", "completion": [ANSWER]}, "prompt and completion are neither both text nor both lists of messages"),
     ({"prompt": 1, "completion": 2}, "prompt and completion are neither both text nor both lists of messages"),

@@ -343,7 +343,8 @@ REJECTED = [
     ),
     (
         "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}",
-        "the template writes <|im_start|>, <|im_end|>, which the tokenizer does not have; set tokenizer.reuse_reserved_tokens = "
+        "the template writes <|im_start|>, <|im_end|>, which the tokenizer does not have; set data.chat_template to one whose "
+        "special tokens it has (llama3, llama3.1), or set tokenizer.reuse_reserved_tokens = "
         '{ "<|im_start|>" = "<|reserved_special_token_0|>", "<|im_end|>" = "<|reserved_special_token_1|>" } to add them',
     ),
 ]

@@ -64,9 +64,19 @@ def test_earlier_answers_that_both_conversations_share_are_part_of_the_prompt():
     ("pair", "reason"),
     [
         ([], "the document is not a JSON object"),
-        ({"prompt": "p", "chosen": "c"}, "the document has no rejected answer"),
+        ({"prompt": "p", "chosen": "c"}, "the document has no rejected answer; its fields: prompt, chosen"),
+        (
+            {"prompt": "p", "chosen": "c", "bad": "b"},
+            "the document has no rejected answer; its fields: prompt, chosen, bad; data.columns names other fields, such as "
+            'data.columns = { rejected = "bad" }',
+        ),
+        (
+            {"query": "p", "chosen": "c", "rejected": "r"},
+            "the document has no prompt; its fields: query, chosen, rejected; data.columns names other fields, such as "
+            'data.columns = { prompt = "query" }',
+        ),
         ({"prompt": "p", "rejected": "c"}, "the document has no chosen answer"),
-        ({"chosen": "c", "rejected": "r"}, "the document has no prompt"),
+        ({"chosen": "c", "rejected": "r"}, "the document has no prompt; its fields: chosen, rejected"),
         ({"question": "", "chosen": "c", "rejected": "r"}, "the question is empty"),
         (
             {"query": "q", "good": "c", "worse": "r"},

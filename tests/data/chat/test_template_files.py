@@ -3,9 +3,11 @@ import json
 import pytest
 
 from tests.data.chat.examples import CHATML, DEFAULT, TALK
-from trainer.config import ConfigError
+from tests.data.tokenizer.folders import byte_level, save
+from trainer.config import ConfigError, TokenizerConfig
 from trainer.data.chat.format import ChatFormat, load_chat_format
-from trainer.data.chat.template_files import BUILT_IN
+from trainer.data.chat.template_files import BUILT_IN, usable_templates
+from trainer.data.tokenizer.backends import load_tokenizer
 
 
 def test_a_template_is_loaded_from_each_file_format(tmp_path, llama3):
@@ -54,6 +56,27 @@ def test_files_without_a_template_are_rejected(tmp_path):
     assert message_of(tmp_path / "bad.jinja") == f"{tmp_path}/bad.jinja is not UTF-8 text (byte 2)"
     (tmp_path / "big.jinja").write_bytes(b" " * 1_000_001)
     assert message_of(tmp_path / "big.jinja") == f"{tmp_path}/big.jinja is larger than the limit of 1000000 bytes"
+
+
+def test_the_shipped_templates_that_a_tokenizer_can_write_are_found():
+    llama3 = ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
+    assert usable_templates(["<|im_start|>", "<|im_end|>"]) == ["chatml", "qwen3", "smollm3", "olmo3", "qwen2.5"]
+    assert usable_templates([*llama3, "<|im_start|>", "<|im_end|>"])[:3] == ["llama3", "llama3.1", "chatml"]
+    assert usable_templates(["<s>", "</s>"]) == []
+
+
+def test_a_template_whose_tokens_the_tokenizer_lacks_names_one_that_fits(tmp_path):
+    tokenizer = byte_level()
+    tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    for own, way in (
+        (None, "to one whose special tokens it has (chatml, qwen3, "),
+        ("x", "to the tokenizer's folder, "),
+    ):
+        folder = save(tokenizer, tmp_path / str(own), eos_token="<|im_end|>", **({"chat_template": own} if own else {}))
+        config = TokenizerConfig(backend="huggingface", path=str(folder))
+        with pytest.raises(ConfigError, match=r"which the tokenizer does not have; set data\.chat_template") as error:
+            load_chat_format("llama3", load_tokenizer(config))
+        assert way in error.value.message
 
 
 def test_the_fingerprint_depends_on_template_tokenizer_and_special_tokens(char_tokenizer, llama3):

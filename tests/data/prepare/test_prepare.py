@@ -183,6 +183,7 @@ def chat_dataset(folder, num_documents, **settings) -> DataConfig:
         store_folder=str(folder / "stores"),
         prepare_workers=1,
         ignored_fields=("mask", "history"),
+        columns={"question": "query"},
         **settings,
     )
 
@@ -191,6 +192,7 @@ FIELDS = [
     "fields that were not used: id (30 documents), name (30 documents), source (15 documents)",
     "fields that data.ignored_fields removed: mask (30 documents)",
     "no document has these fields of data.ignored_fields: history",
+    "no document has these fields of data.columns: query",
 ]
 
 
@@ -201,7 +203,9 @@ def test_fields_that_were_not_used_are_counted_and_listed_once(tmp_path, monkeyp
     folder = prepare(data, DEFAULT)
     logged = capsys.readouterr().out
     assert all(logged.count(line) == 1 for line in FIELDS), logged
-    assert read_description(folder)["unused_fields"] == {"id": 30, "mask": 30, "name": 30, "source": 15}
+    assert read_description(folder)["unused_fields"] == {
+        "id": 30, "mask": 30, "name": 30, "source": 15, "data.columns.question": 30,
+    }  # fmt: skip
     assert prepare(data, DEFAULT) == folder and prepare_module.unused_fields(folder, data) == FIELDS
     merged = prepare(replace(data, dataset="prepared", path=str(folder.parent), ignored_fields=()), DEFAULT)
     assert read_description(merged)["unused_fields"] == read_description(folder)["unused_fields"]
@@ -265,7 +269,7 @@ def test_a_corpus_without_documents_is_an_error(data, tmp_path):
         prepare(replace(data, path=str(folder)), DEFAULT)
     (folder / "blank.jsonl").write_text("\n\n")
     with pytest.raises(
-        ConfigError, match="contains no readable document; found 1 files without lines or elements of an array"
+        ConfigError, match=r"contains no readable document; found 1 files \(2 bytes\) without a document"
     ):
         prepare(replace(data, dataset="jsonl", path=str(folder)), DEFAULT)
 

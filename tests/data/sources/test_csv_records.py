@@ -5,7 +5,8 @@ import json
 
 import pytest
 
-from tests.data.sources.helpers import error_of, messages, read
+from tests.data.sources.helpers import error_of, messages, open_dataset, read
+from trainer.data.sources.source import InvalidDocument, Span
 
 
 def write(path, content: str | bytes) -> str:
@@ -29,11 +30,22 @@ def test_the_column_of_texts_must_exist(tmp_path):
     file = write(tmp_path / "x.csv", "id,Texts\n1,a\n")
     assert error_of("csv", file) == (
         "data.text_field",
-        f"{file} has no column 'text'; its columns: id, Texts; did you mean 'Texts'?",
+        f"{file} has no column 'text'; its first row, which must name the columns: id, Texts; did you mean 'Texts'?",
     )
     assert read("csv", file, text_field="Texts") == ["a"]
     write(tmp_path / "x.csv", "a,b,a\n1,2,3\n")
     assert error_of("chat", file) == ("data.path", f"{file}: its first row names two columns 'a'")
+
+
+def test_a_first_row_without_a_known_name_is_suspected_to_be_data(tmp_path):
+    def reject(_record):
+        raise InvalidDocument("no conversation")
+
+    hint = "; the first row must name the columns, with , ; or a tab between them"
+    for first_row, expected in (("What is it?,It is.", hint), ("question,answer", "")):
+        file = write(tmp_path / "x.csv", f"{first_row}\na,b\nc,d\n")
+        found = open_dataset("chat", file).read(Span(file, 0, 2**40), reject)
+        assert [bad.reason for bad in found] == [f"no conversation{expected}", "no conversation"]
 
 
 def test_rows_that_cannot_be_used_are_bad_documents_with_their_line(tmp_path):

@@ -89,8 +89,9 @@ def test_a_bad_element_has_its_line_and_number(tmp_path, chunk_bytes):
     found = read("jsonl", file, chunk_bytes, max_document_bytes=100)
     assert [document for document in found if isinstance(document, str)] == ["a", "b", "y" * 88]
     assert messages(found) == [
-        f"{file}:3: element 2: field 'text' is a number, not a string",
-        f"{file}:7: element 3: the element is not valid JSON: Expecting property name enclosed in double quotes (character 2)",
+        f"{file}:3: element 2: field 'text', which data.text_field names, is a number, not a string",
+        f"{file}:7: element 3: the element is not valid JSON: Expecting property name enclosed in double quotes (character 2); "
+        "Python's notation is not JSON",
         f"{file}:8: element 5: the element is not valid JSON: Expecting value (character 1)",
         f"{file}:8: element 6: expected an object, found a number",
         f"{file}:9: element 7: the document is longer than data.max_document_bytes = 100",
@@ -116,7 +117,10 @@ def test_an_element_that_is_not_utf8_is_a_bad_document(tmp_path):
         ('[{"text": "a", {"text": "b"}]', "the array has no end: element 1, in line 1, is incomplete"),
         ('[{"text": "a"}},\n{"text": "b"}]', "element 1, in line 1, is followed by } instead of ]"),
         ('[{"text": "a"}]\n\n{"text": "b"}\n', "more text follows the array, which ends in line 1"),
-        ('[{"text": "a"}]\n[{"text": "b"}]\n', "more text follows the array, which ends in line 1"),
+        (
+            '[{"text": "a"}]\n[{"text": "b"}]\n',
+            "more text follows the array, which ends in line 1; a document of JSON lines must be an object",
+        ),
         ("[INFO] a log\n", "more text follows the array, which ends in line 1"),
     ],
 )
@@ -166,10 +170,10 @@ def test_an_array_is_read_in_bounded_memory(tmp_path):
 def test_an_object_with_a_list_inside_is_a_bad_document_that_names_the_list(tmp_path):
     file = tmp_path / "x.json"
     file.write_text(json.dumps({"version": 1, "data": [{"text": "a"}, {"text": "b"}]}))
-    hint = "field 'data' holds a list of 2 records; the file must hold this list only"
-    assert messages(read("jsonl", file)) == [f"{file}:1: the record has no field 'text'; {hint}"]
+    hint = "field 'data' holds a list of {}records; the file must hold this list only"
+    assert messages(read("jsonl", file)) == [f"{file}:1: {hint.format('2 ')}"]
     file.write_text(json.dumps({"data": [{"text": "a"}]}, indent=1))
     assert messages(read("jsonl", file))[0] == (
         f"{file}:1: the line is not valid JSON: Expecting property name enclosed in double quotes (column 2); "
-        "a file must hold one complete object per line, or one array"
+        f"a file must hold one complete object per line, or one array; {hint.format('')}"
     )

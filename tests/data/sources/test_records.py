@@ -142,5 +142,5 @@ def test_conversations_of_a_dataset_are_loaded_by_its_name(tmp_path, monkeypatch
     argv = ["--data.dataset", "chat", "--data.path"]
     assert load_config([*argv, "user/chats"]).data.path == "user/chats"
     for path in ("user/chats.jsonl", "saved/chats", "chats", "/user/chats", "a/b/c"):
-        with pytest.raises(ConfigError, match="no such file or folder, and no file matches the pattern"):
+        with pytest.raises(ConfigError, match="no such file or folder"):
             load_config([*argv, path])

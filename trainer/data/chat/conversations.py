@@ -5,9 +5,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from trainer.config.schema.data import MESSAGE_COLUMNS
 from trainer.data.chat.fields import REASONING, is_absent, unused
-from trainer.data.chat.layouts import QUESTIONS, MalformedConversation, question_of, text_of, unknown_layout
+from trainer.data.chat.layouts import (
+    QUESTIONS,
+    MalformedConversation,
+    missing_field,
+    question_of,
+    text_of,
+    unknown_layout,
+)
 from trainer.data.tokenizer.protocol import has_lone_surrogate
+from trainer.system.spelling import did_you_mean
 
 ROLES = ("system", "user", "assistant", "tool")
 _SHAREGPT_ROLES = {
@@ -74,9 +83,9 @@ def parse_conversation(document: Any) -> Conversation | PromptCompletion:
         messages = [{"role": "user", "content": text}, {"role": "assistant", "content": text_of(document, answer)}]
         return _conversation(messages, 0, document, {*used, answer})
     if prompt is None:
-        raise MalformedConversation("the document has a completion but no prompt")
+        raise missing_field(document, "the document has a completion but no prompt", "prompt")
     if completion is None:
-        raise MalformedConversation("the document has a prompt but no completion")
+        raise missing_field(document, "the document has a prompt but no completion", "completion")
     if isinstance(prompt, str) and isinstance(completion, str):
         if not completion.strip():
             raise MalformedConversation("the completion is empty")
@@ -137,7 +146,7 @@ def _list(value: Any, name: str) -> list:
 def _from_sharegpt(turn: Any, label: str) -> Any:
     sender = _word(turn, "from", tuple(_SHAREGPT_ROLES), label, "is from")
     if turn.get("value") is None:
-        raise MalformedConversation(f"{label} has no value")
+        raise missing_field(turn, f"{label} has no value", "content")
     others = {name: value for name, value in turn.items() if name not in ("from", "value")}
     for name in ("role", "content"):
         if not is_absent(others.get(name)):
@@ -151,9 +160,11 @@ def _word(message: Any, field: str, words: tuple[str, ...], label: str, verb: st
         raise MalformedConversation(f"{label} is not an object")
     word = message.get(field)
     if word is None:
-        raise MalformedConversation(f"{label} has no {field}")
+        lacking = [name for name in MESSAGE_COLUMNS if message.get(name) is None]
+        raise missing_field(message, f"{label} has no {field}", *lacking)
     if word not in words:
-        raise MalformedConversation(f"{label} {verb} {_abbreviated(word)}; expected one of {', '.join(words)}")
+        hint = did_you_mean(word, words) if isinstance(word, str) else ""
+        raise MalformedConversation(f"{label} {verb} {_abbreviated(word)}; expected one of {', '.join(words)}{hint}")
     return word
 
 
@@ -243,7 +254,7 @@ def _message(message: Any, label: str) -> Message:
     if "content" in parsed:
         _check_content(parsed["content"], role, label)
     elif not calls:
-        raise MalformedConversation(f"{label} has no content")
+        raise missing_field(message, f"{label} has no content", "content")
     for name in REASONING:
         if not isinstance(parsed.get(name, ""), str):
             raise MalformedConversation(f"{label}: {name} is not text")

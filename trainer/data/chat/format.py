@@ -20,11 +20,18 @@ from trainer.data.chat.forms import template_data, variants
 from trainer.data.chat.markers import Marker, find_marker
 from trainer.data.chat.special_names import SpecialNames
 from trainer.data.chat.template import ChatTemplate, Rendering, TemplateFailure
-from trainer.data.chat.template_files import SETTING, fitting_template, own_template, read_template, tags_are_text
+from trainer.data.chat.template_files import (
+    SETTING,
+    fitting_template,
+    own_template,
+    read_template,
+    tags_are_text,
+    usable_templates,
+)
 from trainer.data.chat.tokens import NO_END_OF_TURN, RenderingEncoder, TokensAndMask
 from trainer.data.chat.written import check_written
 from trainer.data.tokenizer.protocol import Tokenizer
-from trainer.data.tokenizer.special_tokens import missing_special_tokens
+from trainer.data.tokenizer.special_tokens import missing_special_tokens, reserved_names
 
 _VERSION = 2
 """Version of the encoding. It is part of the input of ChatFormat.fingerprint."""
@@ -295,7 +302,7 @@ class ChatFormat:
         special = [name for name, is_special in self._encoder.pieces(rendering) if is_special]
         missing = [name for name in special if name not in self._special]
         if missing:
-            raise self._encoder.missing_tokens_error([*missing, *missing_special_tokens(self.template, self._special)])
+            raise self._missing_tokens_error([*missing, *missing_special_tokens(self.template, self._special)])
         ends = self._ends_of_answers(rendering)
         if not ends:
             raise TemplateFailure(NO_END_OF_TURN)
@@ -329,6 +336,20 @@ class ChatFormat:
         fitting = fitting_template(self.template, self._special, self._names)
         ways = [f'set data.chat_template = "{fitting}", which has the same special tokens'] if fitting else []
         return ", or ".join([*ways, *others])
+
+    def _missing_tokens_error(self, names: Sequence[str]) -> TemplateFailure:
+        names = list(dict.fromkeys(names))
+        reason = f"the template writes {', '.join(names)}, which the tokenizer does not have"
+        ways = []
+        if own := own_template(self.tokenizer.files):
+            ways = ["set data.chat_template to the tokenizer's folder, which has a template"] * (own != self.template)
+        elif usable := usable_templates(self._special):
+            ways = [f"set data.chat_template to one whose special tokens it has ({', '.join(usable)})"]
+        reserved = reserved_names(self._special)[: len(names)]
+        if len(reserved) == len(names):
+            pairs = ", ".join(f'"{name}" = "{token}"' for name, token in zip(names, reserved, strict=True))
+            ways.append(f"set tokenizer.reuse_reserved_tokens = {{ {pairs} }} to add them")
+        return TemplateFailure(reason, ", or ".join(ways))
 
 
 def load_chat_format(

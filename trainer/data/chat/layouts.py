@@ -5,15 +5,14 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from trainer.config.fields import did_you_mean
-from trainer.config.schema.data import MESSAGE_COLUMNS, MESSAGE_LISTS
+from trainer.config.schema.data import DOCUMENT_COLUMNS, MESSAGE_COLUMNS, MESSAGE_LISTS
 from trainer.data.chat.fields import is_absent
+from trainer.system.spelling import did_you_mean, listed
 
 QUESTIONS = {"instruction": "output", "question": "answer"}
 """Field with the text of the user -> field with the text of the assistant. `input` continues an instruction."""
 CHAT = "messages; conversations; prompt and completion; instruction, input and output; question and answer"
 PAIR = "chosen and rejected, with prompt, question, or instruction and input"
-_SHOWN_NAMES = 8
 _SIMILAR = {
     "messages": ("conversation", "dialog", "dialogue", "chat", "turns", "message_list"),
     "question": ("query", "problem", "user", "human", "input_text", "task"),
@@ -23,8 +22,14 @@ _SIMILAR = {
     "chosen": ("accepted", "preferred", "winner", "better", "chosen_response"),
     "rejected": ("dispreferred", "loser", "worse", "rejected_response"),
     "prompt": ("query", "question", "instruction", "context"),
+    "completion": ("response", "reply", "answer", "output", "target"),
+    "role": ("speaker", "sender", "author", "who"),
+    "content": ("text", "message", "value", "utterance", "body"),
 }
 """Field -> common names of it in other layouts, for suggestions."""
+
+
+_NAMES = (*DOCUMENT_COLUMNS, *MESSAGE_COLUMNS, "from", "value")
 
 
 class MalformedConversation(Exception):
@@ -64,9 +69,14 @@ def _renamed(fields: Any, columns: Mapping[str, str]) -> tuple[Any, set[str]]:
     return kept | {ours: fields[name] for ours, name in present.items()}, replaced
 
 
+def absent_columns(document: Any, columns: Mapping[str, str]) -> list[str]:
+    """Return the entries of data.columns whose field a document does not have, without those of messages."""
+    return [ours for ours, name in columns.items() if ours not in MESSAGE_COLUMNS and name not in document]
+
+
 def missing_columns(document: Mapping[str, Any], columns: Mapping[str, str]) -> str:
     """Return which names of data.columns a document does not have, as the start of a message, or ""."""
-    missing = [name for ours, name in columns.items() if ours not in MESSAGE_COLUMNS and name not in document]
+    missing = [columns[ours] for ours in absent_columns(document, columns)]
     if not missing:
         return ""
     hint = did_you_mean(missing[0], list(document))
@@ -105,9 +115,26 @@ def unknown_layout(document: Mapping[str, Any], is_pair: bool = False) -> Unknow
     """Return the error of a document without any layout. It lists the layouts that are read, and suggests what to do."""
     names = [name for name, value in document.items() if not is_absent(value)]
     kind, layouts = ("preference pair", PAIR) if is_pair else ("conversation", CHAT)
-    listed = ", ".join(names[:_SHOWN_NAMES] + ["..."] * (len(names) > _SHOWN_NAMES)) or "none"
-    found = f"the document's fields ({listed}) are not those of a {kind}: {layouts}"
+    found = f"the document's fields ({listed(names)}) are not those of a {kind}: {layouts}"
     return UnknownLayout(f"{found}; {_suggestion(names, is_pair)}" if names else found)
+
+
+def missing_field(fields: Mapping[str, Any], message: str, *wanted: str) -> UnknownLayout:
+    """Return the error of a document, or of a message, that has only a part of a layout. It suggests names for the rest.
+
+    Args:
+        fields: The document or the message.
+        message: What it lacks.
+        wanted: The names of the fields that it lacks.
+    """
+    names = [name for name, value in fields.items() if not is_absent(value)]
+    others = [name for name in names if name not in _NAMES]
+    candidates = [name for name in names if name not in ("from", "value")]
+    columns = {ours: name for ours in wanted if (name := _similar(ours, candidates))}
+    if not columns and len(others) == 1 and wanted[0] in DOCUMENT_COLUMNS:
+        columns = {wanted[0]: others[0]}
+    found = f"; its fields: {listed(names)}" if len(names) > 1 else ""
+    return UnknownLayout(message + found + (f"; {_columns_hint(columns)}" if columns else ""))
 
 
 def _suggestion(names: Sequence[str], is_pair: bool) -> str:
@@ -121,8 +148,11 @@ def _suggestion(names: Sequence[str], is_pair: bool) -> str:
     if not is_pair and not _similar("messages", names):
         wanted = ("instruction", "input", "output") if "instruction" in names else ("question", "answer")
     columns = {ours: _similar(ours, names) for ours in wanted if ours not in names}
-    example = {ours: name for ours, name in columns.items() if name} or {wanted[-1]: names[-1]}
-    shown = ", ".join(f"{ours} = {_quoted(name)}" for ours, name in example.items())
+    return _columns_hint({ours: name for ours, name in columns.items() if name} or {wanted[-1]: names[-1]})
+
+
+def _columns_hint(columns: Mapping[str, str]) -> str:
+    shown = ", ".join(f"{ours} = {_quoted(name)}" for ours, name in columns.items())
     return f"data.columns names other fields, such as data.columns = {{ {shown} }}"
 
 

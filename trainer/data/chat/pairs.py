@@ -6,7 +6,7 @@ from typing import Any
 
 from trainer.data.chat.conversations import BESIDE_MESSAGES, checked_document, message_list, unused_fields
 from trainer.data.chat.fields import is_absent
-from trainer.data.chat.layouts import MalformedConversation, question_of, unknown_layout
+from trainer.data.chat.layouts import MalformedConversation, missing_field, question_of, unknown_layout
 
 
 def parse_preference(document: Any) -> tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]:
@@ -23,10 +23,12 @@ def parse_preference(document: Any) -> tuple[dict[str, Any], dict[str, Any], tup
         raise unknown_layout(document, is_pair=True)
     for name in ("chosen", "rejected"):
         if document.get(name) is None:
-            raise MalformedConversation(f"the document has no {name} answer")
+            raise missing_field(document, f"the document has no {name} answer", name)
     if chosen == rejected:
         raise MalformedConversation("the chosen and the rejected answer are equal")
     prompt, used = _prompt(document)
+    if prompt is None and isinstance(chosen, str) and isinstance(rejected, str):
+        raise missing_field(document, "the document has no prompt", "prompt")
     # Some datasets repeat the chosen conversation as messages.
     repeated = ("messages",) if document.get("messages") in (chosen, prompt) else ()
     names = unused_fields(document, (*used, "chosen", "rejected", *BESIDE_MESSAGES, *repeated))

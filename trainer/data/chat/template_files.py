@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config import ConfigError
-from trainer.config.fields import did_you_mean
 from trainer.config.model_source import TEMPLATE_FILES, template_file
 from trainer.data.tokenizer.special_tokens import SPECIAL_LOOKING
 from trainer.system.files import TooLarge, parse_json_object, read_json_object, read_limited
 from trainer.system.model_folder import folder_problem, pointer_problem
 from trainer.system.paths import unreadable
+from trainer.system.spelling import did_you_mean, similar_path
 
 SETTING = "data.chat_template"
 _FOLDER = Path(__file__).with_name("templates")
@@ -58,7 +58,7 @@ def read_template(choice: str) -> tuple[str, dict[str, str] | None]:
         path = file
     if not path.exists():
         names = f"expected one of {', '.join(BUILT_IN)}, or an existing file or folder"
-        raise ConfigError(SETTING, f"{names}{did_you_mean(choice, BUILT_IN)}")
+        raise ConfigError(SETTING, f"{names}{did_you_mean(choice, BUILT_IN) or similar_path(path)}")
     if path.suffix != ".json":
         config = path.with_name("tokenizer_config.json")
         return _read(path), _names(_json(config)) if config.is_file() else None
@@ -117,6 +117,17 @@ def fitting_template(template: str, special_tokens: Collection[str], names: Mapp
         ):
             return name
     return ""
+
+
+def usable_templates(special_tokens: Collection[str]) -> list[str]:
+    """Return the names of the shipped templates that write special tokens of a tokenizer, and no others, most tokens first."""
+    counts = {}
+    for name, path in BUILT_IN.items():
+        text = _read(path)
+        written = {*re.findall(SPECIAL_LOOKING, text), *re.findall(_TAG, text)}
+        if written and written <= set(special_tokens):
+            counts[name] = len(written)
+    return sorted(counts, key=lambda name: -counts[name])
 
 
 @contextmanager

@@ -8,7 +8,6 @@ from trainer.data.chat.answers import Turn
 from trainer.data.chat.special_names import SpecialNames
 from trainer.data.chat.template import Rendering, TemplateFailure
 from trainer.data.tokenizer.protocol import Tokenizer
-from trainer.data.tokenizer.special_tokens import reserved_names
 
 TokensAndMask = tuple[list[int], list[bool]]
 """Token ids, and for each token whether it is a target."""
@@ -73,16 +72,6 @@ class RenderingEncoder:
         if special - Counter(part for part in parts if isinstance(part, int)):
             raise TemplateFailure("the tokenizer encodes plain text as a special token")
         return tokens
-
-    def missing_tokens_error(self, names: Sequence[str]) -> TemplateFailure:
-        """Return the error of a template that writes special tokens which the tokenizer does not have."""
-        names = list(dict.fromkeys(names))
-        reason = f"the template writes {', '.join(names)}, which the tokenizer does not have"
-        reserved = reserved_names(self.special)[: len(names)]
-        if len(reserved) < len(names):
-            return TemplateFailure(reason)
-        pairs = ", ".join(f'"{name}" = "{token}"' for name, token in zip(names, reserved, strict=True))
-        return TemplateFailure(reason, f"set tokenizer.reuse_reserved_tokens = {{ {pairs} }} to add them")
 
     def _end_of_turn(self, rendering: Rendering, start: int, stop: int, marked: bool) -> int:
         """Return the offset after the special token that ends the turn in text[start:stop]. If the template has generation

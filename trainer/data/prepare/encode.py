@@ -9,13 +9,15 @@ import numpy as np
 
 from trainer.config import DataConfig
 from trainer.data.chat.format import ChatFormat, load_chat_format
-from trainer.data.chat.layouts import MalformedConversation, UnknownLayout, missing_columns, renamed
+from trainer.data.chat.layouts import MalformedConversation, UnknownLayout, absent_columns, missing_columns, renamed
 from trainer.data.chat.pairs import parse_preference
 from trainer.data.chat.template import TemplateFailure
 from trainer.data.sources.source import InvalidDocument
 from trainer.data.store.store import SECOND_START, Encoded
 from trainer.data.tokenizer.protocol import Tokenizer
 
+COLUMNS = "data.columns."
+"""Beginning of the names of entries of data.columns among the unused fields of a document that lacks their field."""
 CHAT_DATASETS = ("chat", "preference")
 """Types of datasets that consist of conversations."""
 
@@ -49,7 +51,8 @@ def _valid(encode: Callable[[Any], Encoded], columns: Mapping[str, str], record:
         raise InvalidDocument(str(failure)) from None
     except RecursionError:
         raise InvalidDocument("the document is nested too deeply") from None
-    return replace(encoded, unused_fields=tuple(sorted({*encoded.unused_fields, *replaced}))) if replaced else encoded
+    absent = {f"{COLUMNS}{ours}" for ours in absent_columns(record, columns)}
+    return replace(encoded, unused_fields=tuple(sorted({*encoded.unused_fields, *replaced, *absent})))
 
 
 def _encode_chat(chat: ChatFormat, record: Any) -> Encoded:

@@ -17,7 +17,7 @@ from typing import Any
 from trainer.config import ConfigError, DataConfig, TokenizerConfig
 from trainer.data.chat.format import ChatFormat
 from trainer.data.prepare import fingerprint, tokenize
-from trainer.data.prepare.encode import CHAT_DATASETS, chat_format
+from trainer.data.prepare.encode import CHAT_DATASETS, COLUMNS, chat_format
 from trainer.data.prepare.limits import Counts, check_number, check_share
 from trainer.data.prepare.runs import Chunk, chunk_file, read_bad_documents
 from trainer.data.prepare.shuffle import write_split
@@ -167,9 +167,7 @@ def _build(
         damaged_files=sum(chunk.damaged_files for chunk in chunks),
     )
     if not counts.documents:
-        first = next(
-            read_bad_documents(bad_documents), f"{len(source.files)} files without lines or elements of an array"
-        )
+        first = next(read_bad_documents(bad_documents), f"{len(source.files)} files ({total} bytes) without a document")
         raise ConfigError("data.path", f"this dataset contains no readable document; found {first}")
     check_share(data, counts, read_bad_documents(bad_documents))
     _write_store(data, tokenizer, folder, chunk_folder, chunks, counts)
@@ -210,9 +208,10 @@ def _write_store(
 
 def unused_fields(folder: Path, data: DataConfig) -> list[str]:
     """Return one line for each kind of fields that were not used for a store: those without a meaning, those of
-    data.ignored_fields, and entries of data.ignored_fields that no document has."""
-    counts = read_description(folder).get("unused_fields", {})
-    shown = sorted(counts, key=lambda name: (-counts[name], name))
+    data.ignored_fields, and entries of data.ignored_fields and data.columns that no document has."""
+    description = read_description(folder)
+    counts, documents = description.get("unused_fields", {}), _counts(description).documents
+    shown = sorted((n for n in counts if not n.startswith(COLUMNS)), key=lambda name: (-counts[name], name))
     ignored = [name for name in shown if name in data.ignored_fields]
     others = [name for name in shown if name not in data.ignored_fields]
     missing = [name for name in data.ignored_fields if name not in counts]
@@ -224,7 +223,10 @@ def unused_fields(folder: Path, data: DataConfig) -> list[str]:
         )
         if names
     ]
-    return lines + [f"no document has these fields of data.ignored_fields: {', '.join(missing)}"] * bool(missing)
+    absent = [name for ours, name in data.columns.items() if counts.get(f"{COLUMNS}{ours}") == documents]
+    for setting, fields in (("data.ignored_fields", missing), ("data.columns", absent)):
+        lines += [f"no document has these fields of {setting}: {', '.join(fields)}"] * bool(fields)
+    return lines
 
 
 def _log_store(folder: Path, data: DataConfig) -> None:

@@ -46,6 +46,7 @@ _TSV = Kind("a table of tab-separated values", "csv")
 _SHEET = Kind("a spreadsheet", remedy="save such files as CSV")
 _JSON = Kind("JSON", "jsonl")
 _NUMPY = Kind("a NumPy array", "tokens")
+UTF_16 = Kind("UTF-16 text", remedy="convert such files to UTF-8")
 LFS_POINTER = Kind("a Git LFS pointer instead of the file", remedy="download such files with: git lfs pull")
 
 _MAGIC = {
@@ -62,8 +63,9 @@ _MAGIC = {
     b"SQLite format 3\0": Kind("an SQLite database"),
     b"\x93NUMPY": _NUMPY,
     b"%PDF-": Kind("a PDF document", remedy="convert such files to text"),
-    b"\xff\xfe": Kind("UTF-16 text", remedy="convert such files to UTF-8"),
-    b"\xfe\xff": Kind("UTF-16 text", remedy="convert such files to UTF-8"),
+    b"\xff\xfe\0\0": Kind("UTF-32 text", remedy="convert such files to UTF-8"),
+    b"\xff\xfe": UTF_16,
+    b"\xfe\xff": UTF_16,
 }
 _ENDINGS = {
     ".parquet": _PARQUET,
@@ -106,11 +108,19 @@ def recognize(head: bytes, path: str = "") -> Kind | None:
             return _SHEET if kind is _ARCHIVE and _ENDINGS.get(ending_of(path)) is _SHEET else kind
     if is_lfs_pointer(head):
         return LFS_POINTER
+    if _is_utf16(head[:HEAD_BYTES]):
+        return UTF_16
     if head[257:262] == b"ustar":
         return _ARCHIVE
     if head[:HEAD_BYTES].lstrip()[:9].lower().startswith((b"<!doctype", b"<html")):
         return Kind("an HTML page", remedy="download the file itself")
     return None
+
+
+def _is_utf16(head: bytes) -> bool:
+    """Return whether a text is UTF-16 without its mark: every second byte of Latin letters is zero, and the others are not."""
+    halves = head[::2], head[1::2]
+    return any(a.count(0) > 0.8 * len(a) and 0 not in b for a, b in (halves, halves[::-1]) if a and b)
 
 
 def recognize_table(path: str) -> Kind | None:

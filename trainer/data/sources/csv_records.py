@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from trainer.config import ConfigError, DataConfig
-from trainer.config.schema.data import MESSAGE_LISTS
+from trainer.config.schema.data import DOCUMENT_COLUMNS, MESSAGE_LISTS
 from trainer.data.sources.contents import HEAD_BYTES, recognize, recognize_json
 from trainer.data.sources.files import with_compressed
 from trainer.data.sources.source import BadDocument, Document, InvalidDocument, Span, too_long
@@ -30,6 +30,7 @@ class CsvRecords:
         """See text_field.extractor."""
         self._extract = extractor(field)
         self._field = field
+        self._known = {field} if field else {*DOCUMENT_COLUMNS, *config.columns.values()}
         # Their cells hold messages as JSON text, or a text. data.columns may give the columns other names.
         self._lists = {*MESSAGE_LISTS, *(config.columns[name] for name in MESSAGE_LISTS if name in config.columns)}
         self._roles = {"role", "from", config.columns.get("role", "role")}
@@ -55,11 +56,17 @@ class CsvRecords:
                 rows = self._rows(lines, span.path)
                 _, names = next(rows, (0, []))
                 names = self._checked(names, span.path)
+                hint = (
+                    ""
+                    if self._known & {*names}
+                    else "; the first row must name the columns, with , ; or a tab between them"
+                )
                 for line, row in rows:
                     try:
                         yield transform(self._extract(self._record(names, row)))
                     except InvalidDocument as reason:
-                        yield BadDocument(span.path, line, str(reason))
+                        yield BadDocument(span.path, line, f"{reason}{hint}")
+                        hint = ""
         except csv.Error as error:
             reason = f"the table cannot be read from here on: {error}"
             yield BadDocument(span.path, self._line, reason, ends_file=True)
@@ -96,7 +103,7 @@ class CsvRecords:
         if twice is not None:
             raise ConfigError("data.path", f"{path}: its first row names two columns {twice!r}")
         if self._field and names and self._field not in names:
-            raise no_column_error(path, self._field, names)
+            raise no_column_error(path, self._field, names, "its first row, which must name the columns")
         return names
 
     def _record(self, names: list[str], row: list[str]) -> dict[str, Any]:

@@ -4,11 +4,11 @@ import os
 from typing import Any
 
 from trainer.config import ConfigError, DataConfig
-from trainer.config.fields import did_you_mean
 from trainer.config.packages import require_package
 from trainer.data.sources.files import describe_folder
 from trainer.data.sources.tables import first_line
 from trainer.system.files import read_json_object
+from trainer.system.spelling import did_you_mean, similar_path
 
 
 def is_saved(path: str) -> bool:
@@ -64,7 +64,7 @@ def cached_files(config: DataConfig) -> list[str]:
         has_row_selection = getattr(dataset, "_indices", None) is not None
     except Exception as error:  # the package raises exceptions of many types
         message = f"this path is not a folder, and the package datasets cannot load it: {first_line(error)}"
-        raise ConfigError("data.path", message) from None
+        raise ConfigError("data.path", message + similar_path(config.path)) from None
     if has_row_selection or any(character in config.split for character in "[]+"):
         message = 'slices such as "train[:10%]" and combined splits are not supported: name one full split'
         raise ConfigError("data.split", message)

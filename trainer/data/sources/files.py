@@ -14,6 +14,7 @@ from trainer.data.sources.contents import advice_for, ending_of, list_endings
 from trainer.data.sources.streams import COMPRESSED, ends_in, is_compressed
 from trainer.system import console
 from trainer.system.paths import Remarks, expand, split_pattern, unreadable, walk
+from trainer.system.spelling import similar_path
 
 MANIFEST = ".manifest"
 
@@ -158,7 +159,8 @@ def _from_manifest(manifest: str, search: _Search) -> tuple[str, list[str]]:
             continue
         _, files = _find(entry, os.path.dirname(manifest), search)
         if not files:
-            raise ConfigError("data.path", f"{manifest}:{number}: {entry} matches no file")
+            similar = similar_path(os.path.join(os.path.dirname(manifest), entry))
+            raise ConfigError("data.path", f"{manifest}:{number}: {entry} matches no file{similar}")
         for name in map(os.path.abspath, files):
             if name in listed:
                 raise ConfigError("data.path", f"{manifest}:{number}: {name} is already listed on line {listed[name]}")

@@ -4,10 +4,12 @@ import codecs
 import contextlib
 import json
 import math
+import re
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from trainer.config import ConfigError, DataConfig
+from trainer.config.schema.data import MESSAGE_LISTS
 from trainer.data.sources.contents import HEAD_BYTES, recognize, recognize_table
 from trainer.data.sources.files import with_compressed
 from trainer.data.sources.json_array import BrokenArray, is_array, read_array
@@ -30,7 +32,9 @@ class JsonRecords:
         self._formats = "JSON" if field else "JSON, Parquet, Arrow or CSV"
         # A record has at least one of these fields.
         self._fields = (
-            {field} if field else {"messages", "conversations", "prompt", "chosen", "instruction", "question"}
+            {field}
+            if field
+            else {*config.columns.values(), "messages", "conversations", "prompt", "chosen", "instruction", "question"}
         )
         self._dataset, self._max_bytes = config.dataset, config.max_document_bytes
         self._counted = ("", 0, 0)  # file, number of its bytes, number of newlines in them
@@ -77,12 +81,20 @@ class JsonRecords:
     def _convert(self, record: Any, transform: Callable[[Document], T]) -> T:
         try:
             return transform(self._extract(record))
-        except InvalidDocument as reason:
+        except InvalidDocument:
             for name, value in record.items() if isinstance(record, dict) else ():
                 if isinstance(value, list) and any(isinstance(v, dict) and self._fields & v.keys() for v in value):
-                    hint = f"field {name!r} holds a list of {len(value)} records; the file must hold this list only"
-                    raise InvalidDocument(f"{reason}; {hint}") from None
+                    raise InvalidDocument(_LIST.format(name, f"a list of {len(value)} records")) from None
             raise
+
+    def _list_hint(self, path: str) -> str:
+        """Return a hint about the first field of a file's first object, if it holds a list that is no part of a document."""
+        name = _first_list(self._read_head(path))
+        return (
+            ""
+            if not name or name in self._fields or name in MESSAGE_LISTS
+            else "; " + _LIST.format(name, "a list of records")
+        )
 
     def _count_newlines(self, path: str, stop: int) -> int:
         """Return the number of newlines in the first `stop` bytes of a file. Reuse the previous call's count if possible."""
@@ -112,14 +124,14 @@ class JsonRecords:
                     num_bytes = len(line)
                     if num_bytes > self._max_bytes and not line.endswith(b"\n"):
                         num_bytes += _skip_line(file)
-                        yield bad_document(too_long(self._max_bytes))
+                        yield bad_document(f"{too_long(self._max_bytes)}{'' if offset else self._list_hint(span.path)}")
                     elif not (line := line.removeprefix(codecs.BOM_UTF8) if offset == 0 else line).isspace() and line:
                         try:
                             yield self._convert(_parse(line.rstrip(b"\r\n"), "line"), transform)
                         except InvalidDocument as reason:
                             hint = ""
-                            if offset == 0 and isinstance(reason, _IncompleteValue):
-                                hint = _SPLIT
+                            if offset == 0 and isinstance(reason, _NotOneValue):
+                                hint = f"{_SPLIT}{self._list_hint(span.path)}"
                             elif offset == 0 and not line.startswith(b"{") and not ends_in(span.path, JSON_ENDINGS):
                                 hint = f"; a {self._dataset} dataset reads {self._formats}"
                             yield bad_document(f"{reason}{hint}")
@@ -147,11 +159,28 @@ def _skip_line(file: Any) -> int:
     return num_bytes
 
 
+def _first_list(head: bytes) -> str:
+    """Return the name of the first field that holds a list of objects, in the object at the beginning of a file, or ""."""
+    text = head.decode("utf-8-sig", "ignore").lstrip()
+    position = 1
+    while text.startswith("{") and (name := _NAME.match(text, position)):
+        if re.compile(r"\[\s*\{").match(text, name.end()):
+            return name[1]
+        try:
+            _, stop = json.JSONDecoder().raw_decode(text, name.end())
+            position = text.index(",", stop) + 1
+        except (ValueError, RecursionError):  # the value continues after `head`
+            break
+    return ""
+
+
+_NAME = re.compile(r'\s*"((?:[^"\\]|\\.)*)"\s*:\s*')
+_LIST = "field {!r} holds {}; the file must hold this list only"
 _SPLIT = "; a file must hold one complete object per line, or one array"
 
 
-class _IncompleteValue(InvalidDocument):
-    """The reason is the end of the JSON text."""
+class _NotOneValue(InvalidDocument):
+    """The JSON text ends inside a value, or goes on after it."""
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -173,7 +202,8 @@ def _parse(content: bytes, unit: str) -> Any:
     except json.JSONDecodeError as error:
         place = f"column {error.colno}" if unit == "line" else f"character {error.pos + 1}"
         is_incomplete = error.pos >= len(error.doc.rstrip())
-        exception = _IncompleteValue if is_incomplete else InvalidDocument
-        raise exception(f"the {unit} is not valid JSON: {error.msg} ({place})") from None
+        exception = _NotOneValue if is_incomplete or error.msg == "Extra data" else InvalidDocument
+        hint = "; Python's notation is not JSON" if error.doc.startswith(("{'", "[{'")) else ""
+        raise exception(f"the {unit} is not valid JSON: {error.msg} ({place}){hint}") from None
     except (ValueError, RecursionError):  # an integer with thousands of digits, thousands of nested brackets
         raise InvalidDocument(f"the {unit} is not valid JSON") from None

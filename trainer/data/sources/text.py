@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import TypeVar
 
 from trainer.config import DataConfig
-from trainer.data.sources.contents import LFS_POINTER, recognize
+from trainer.data.sources.contents import LFS_POINTER, UTF_16, recognize
 from trainer.data.sources.files import find_files, with_compressed
 from trainer.data.sources.source import BadDocument, InvalidDocument, Source, Span, too_long
 from trainer.data.sources.streams import BrokenStream, open_stream
-from trainer.system.model_folder import is_lfs_pointer
 
 T = TypeVar("T")
 
@@ -27,11 +26,10 @@ def _read_text(max_bytes: int, span: Span, transform: Callable[[str], T]) -> Ite
         content = content.removeprefix(codecs.BOM_UTF8)
         if not content:
             raise InvalidDocument("the document is empty")
-        if is_lfs_pointer(content):
-            raise InvalidDocument(f"this is {LFS_POINTER.name}; {LFS_POINTER.advice('text')}")
+        if (kind := recognize(content, span.path)) in (LFS_POINTER, UTF_16):  # which may be UTF-8 too
+            raise InvalidDocument(f"this is {kind.name}; {kind.advice('text')}")
         yield transform(content.decode("utf-8"))
     except UnicodeDecodeError as error:
-        kind = recognize(content, span.path)
         line = 0 if kind else content.count(b"\n", 0, error.start) + 1
         reason = f"this is {kind.name}, not UTF-8 text; {kind.advice('text')}" if kind else ""
         yield BadDocument(span.path, line, reason or f"the file is not UTF-8 text (byte {error.start})")

@@ -5,9 +5,9 @@ from functools import partial
 from typing import Any
 
 from trainer.config import ConfigError
-from trainer.config.fields import did_you_mean
 from trainer.data.sources.source import Document, InvalidDocument
 from trainer.data.tokenizer.protocol import has_lone_surrogate
+from trainer.system.spelling import did_you_mean, listed
 
 _TYPE_NAMES = {
     dict: "an object", list: "a list", str: "a string", bool: "a boolean", int: "a number", float: "a number",
@@ -20,10 +20,19 @@ def extractor(field: str) -> Callable[[Any], Document]:
     return partial(_text_field, field) if field else _entire_record
 
 
-def no_column_error(path: str, column: str, names: Sequence[str]) -> ConfigError:
-    """Return the error of a table without a text column of the name that is set."""
-    message = f"{path} has no column {column!r}; its columns: {', '.join(names) or 'none'}{did_you_mean(column, names)}"
+def no_column_error(path: str, column: str, names: Sequence[str], which: str = "its columns") -> ConfigError:
+    """Return the error of a table without a text column of the name that is set. which: what `names` are."""
+    message = f"{path} has no column {column!r}; {which}: {listed(names)}{_hint(column, names)}"
     return ConfigError("data.text_field", message)
+
+
+def _hint(field: str, names: Sequence[str]) -> str:
+    """Return which field a user probably meant, given the name that is set and the names of the fields."""
+    if {"messages", "conversations"} & set(names):
+        return '; dataset = "chat" reads conversations'
+    if {"chosen", "rejected"} <= set(names):
+        return '; dataset = "preference" reads pairs'
+    return did_you_mean(field, names)
 
 
 def _entire_record(record: Any) -> Any:
@@ -35,10 +44,12 @@ def _text_field(name: str, record: Any) -> str:
     if not isinstance(record, dict):
         raise InvalidDocument(f"expected an object, found {_TYPE_NAMES.get(type(record), 'null')}")
     if name not in record:
-        raise InvalidDocument(f"the record has no field {name!r}")
+        fields = f"its fields: {listed(list(record))}{_hint(name, list(record))}"
+        raise InvalidDocument(f"the record has no field {name!r}, which data.text_field names; {fields}")
     text = record[name]
     if not isinstance(text, str):
-        raise InvalidDocument(f"field {name!r} is {_TYPE_NAMES.get(type(text), 'null')}, not a string")
+        found = _TYPE_NAMES.get(type(text), "null")
+        raise InvalidDocument(f"field {name!r}, which data.text_field names, is {found}, not a string")
     if not text:
         raise InvalidDocument("the document is empty")
     if not text.isascii() and has_lone_surrogate(text):

@@ -46,7 +46,7 @@ class Encoded:
     targets: np.ndarray | None = None
     """Target mask, uint8, shape (tokens,): 1 for target tokens, 0 for other tokens. None if all tokens are targets."""
     unused_fields: tuple[str, ...] = ()
-    """Names of the document's fields that were not used."""
+    """Names of the document's fields that were not used, and of entries of data.columns whose field it does not have."""
 
 
 def most_frequent(counts: Iterable[Mapping[str, int]], limit: int = 1000) -> dict[str, int]:

@@ -1,0 +1,51 @@
+"""Names in messages: lists of them, and the one that a user probably meant."""
+
+import difflib
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+_SHOWN_NAMES, _SHOWN_CHARACTERS = 8, 40
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return the first names, separated by commas, without the end of long ones, or "none"."""
+    shown = [n if len(n) <= _SHOWN_CHARACTERS else f"{n[: _SHOWN_CHARACTERS - 3]}..." for n in names[:_SHOWN_NAMES]]
+    return ", ".join(shown + ["..."] * (len(names) > _SHOWN_NAMES)) or "none"
+
+
+def nearest(word: str, candidates: Iterable[str]) -> str:
+    """Return the closest candidate, or "" if no candidate is close. Case is ignored."""
+    names = {name.lower(): name for name in candidates}
+    close = difflib.get_close_matches(word.lower(), names, n=1, cutoff=0.6)
+    return names[close[0]] if close else ""
+
+
+def did_you_mean(word: str, candidates: Iterable[str], show: str = "{!r}") -> str:
+    """Return "; did you mean 'x'?" with the closest candidate, or "" if no candidate is close. Case is ignored."""
+    close = nearest(word, candidates)
+    return f"; did you mean {show.format(close)}?" if close else ""
+
+
+def nearest_path(path: str | Path) -> str:
+    """Return the closest existing path to one that does not exist, or "" if none is close. Each part that does not exist is
+    replaced by the closest name in its folder, as far as there is one."""
+    path = Path(path)
+    missing = next((p for p in (*reversed(path.parents), path) if not os.path.lexists(p)), None)
+    if missing is None:
+        return ""
+    try:
+        name = nearest(missing.name, os.listdir(missing.parent))
+    except OSError:
+        return ""
+    if not name:
+        return ""
+    found = missing.parent / name
+    complete = found / path.relative_to(missing)
+    return str(complete) if complete.exists() else nearest_path(complete) or str(found)
+
+
+def similar_path(path: str | Path) -> str:
+    """Return "; did you mean 'x'?" with the closest existing path, or "" if none is close."""
+    found = nearest_path(path)
+    return f"; did you mean {found!r}?" if found else ""
