@@ -125,7 +125,7 @@ class ModelMetadata:
 
 def window_and_generation(folder: Path) -> tuple[int, dict[str, Any]]:
     """Return the context window and the generation_config.json of the model in a checkpoint or in a Hugging Face folder. If that
-    file is missing or names no eos_token_id, the model's configuration does. Raises ConfigError."""
+    file is missing or names no eos_token_id or pad_token_id, the model's configuration does. Raises ConfigError."""
     with manifest.damage_as_config_error(folder):
         file = folder / GENERATION_CONFIG
         generation = read_object(file) if file.exists() else {}
@@ -135,9 +135,8 @@ def window_and_generation(folder: Path) -> tuple[int, dict[str, Any]]:
         else:
             require_model_folder(folder)
             ids, _, _, window = _read_config(folder / "config.json")
-        if generation.get("eos_token_id") is None and ids.get("eos_token_id") is not None:
-            generation["eos_token_id"] = ids["eos_token_id"]
-        return window, generation
+        missing = [key for key in ("eos_token_id", "pad_token_id") if generation.get(key) is None]
+        return window, generation | {key: ids[key] for key in missing if ids.get(key) is not None}
 
 
 def model_index(checkpoint: Path, spec: ModelSpec, sizes: Any) -> dict[str, TensorMetadata]:

@@ -6,6 +6,7 @@ and each answer are tokenized separately, exactly as at inference.
 """
 
 import contextlib
+import functools
 import hashlib
 import itertools
 import json
@@ -23,7 +24,14 @@ from trainer.data.chat.forms import template_data, variants
 from trainer.data.chat.markers import Marker, find_marker
 from trainer.data.chat.special_names import SpecialNames
 from trainer.data.chat.template import ChatTemplate, Rendering, TemplateFailure
-from trainer.data.chat.template_files import SETTING, fitting_template, own_template, read_template, tags_are_text
+from trainer.data.chat.template_files import (
+    SETTING,
+    fitting_templates,
+    marking_templates,
+    own_template,
+    read_template,
+    tags_are_text,
+)
 from trainer.data.chat.written import check_written
 from trainer.data.tokenizer.protocol import Tokenizer
 from trainer.data.tokenizer.special_tokens import missing_special_tokens, reserved_names
@@ -270,6 +278,8 @@ class ChatFormat:
                     failure = TemplateFailure(failure.reason, way_out)
                 failures.insert(0, failure)  # it says more than an error in the template
         else:
+            if any(message["role"] == "system" for message in messages) and not failures[0].way_out:
+                raise TemplateFailure(failures[0].reason, self._way_to_write_system)
             raise failures[0]
         located = self._locate(rendering, data, False)
         for i, turn in located.items():
@@ -397,9 +407,23 @@ class ChatFormat:
 
     def _way_out(self, *others: str) -> str:
         """Return what can be done about the template. It may be replaced by a shipped template with the same special tokens."""
-        fitting = fitting_template(self.template, self._special, self._names)
+        fitting = next(fitting_templates(self.template, self._special, self._names), "")
         ways = [f'set data.chat_template = "{fitting}", which has the same special tokens'] if fitting else []
         return ", or ".join([*ways, *others])
+
+    @functools.cached_property
+    def _way_to_write_system(self) -> str:
+        """Advice that names a shipped template with the same turns, which writes system messages, or "" if this one does too."""
+        data = template_data([{"role": "system", "content": "A rule."}, *_PROBE], None, {})
+        with contextlib.suppress(TemplateFailure):
+            self._render_data(data, False)
+            return ""
+        others = {name: text for name, text, _ in marking_templates(self._render(_PROBE).text)}
+        for name in fitting_templates(self.template, self._special, self._names):
+            with contextlib.suppress(TemplateFailure):
+                if name in others and ChatTemplate.compile(others[name]).render(self._names, data, False):
+                    return f'set data.chat_template = "{name}", which writes system messages'
+        return ""
 
     def _missing_tokens_error(self, names: Sequence[str]) -> TemplateFailure:
         names = list(dict.fromkeys(names))
