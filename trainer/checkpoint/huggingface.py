@@ -254,6 +254,10 @@ def _are_equal(folder: Path, tensors: Sequence[tuple[str, TensorMetadata]]) -> b
     return a.dtype == b.dtype and all(torch.equal(read_a(*rows), read_b(*rows)) for rows in chunks)
 
 
+TEXT_MODEL = "model"
+"""Name of the text model among the modules of transformers' classes for models without other modalities."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class HfModelFolder:
     """A folder with a model in Hugging Face format."""
@@ -282,6 +286,11 @@ class HfModelFolder:
             keys = _text_names(stored)
             index = _parameter_index(folder, own, sizes, keys, stored)
         return cls(folder=folder, config=config, spec=own, sizes=sizes, seq_len=seq_len, keys=keys, index=index)
+
+    @property
+    def text_model(self) -> str:
+        """Name of the text model among the modules of transformers' class for this folder, from version 4.52 on."""
+        return "model.language_model" if "text_config" in self.config else TEXT_MODEL
 
     @cached_property
     def first_rows(self) -> Mapping[str, int]:
