@@ -99,9 +99,12 @@ class Sizes:
 
     @property
     def context_window(self) -> int:
-        """Sequence length that an extension of the context window allows, or 0 if the extension has no original length."""
+        """Sequence length that an extension of the context window allows, or 0 if its factor does not state one."""
+        # The windows of Llama 3.1 and 3.2 are equal, but their factors are 8 and 32. The longest sequence of training counts.
         has_original = "original_seq_len" in (f.name for f in fields(ROPES[self.rope_type]))
-        return round(self.rope_original_seq_len * self.rope_factor) if has_original else 0
+        return (
+            round(self.rope_original_seq_len * self.rope_factor) if has_original and self.rope_type != "llama3" else 0
+        )
 
     @property
     def rotary_dim(self) -> int:

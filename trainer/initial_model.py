@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from models.spec import meta_model
+from trainer.checkpoint.huggingface import TEXT_MODEL
 from trainer.checkpoint.initial_adapter import load_adapter
 from trainer.checkpoint.resume import ResumePoint, changed_settings, require_compatible
 from trainer.checkpoint.weights import WeightSource, load_initial_weights, names_loaded, open_initial_weights
@@ -164,7 +165,8 @@ def _origin(weights: WeightSource, weights_digest: str) -> str:
 
 
 def _base_of(weights: WeightSource, weights_digest: str) -> dict[str, str]:
-    return {"base": str(weights.folder.resolve()), "base_digest": weights_digest}
+    text_model = TEXT_MODEL if weights.hf_folder is None else weights.hf_folder.text_model
+    return {"base": str(weights.folder.resolve()), "base_digest": weights_digest, "text_model": text_model}
 
 
 def _resumed_line(point: ResumePoint, loaded: _Loaded) -> str:

@@ -215,6 +215,52 @@ def test_readers_of_tokenizer_model_find_new_tokens(configs, tmp_path):
     assert_same_tokens(config, write_export(tmp_path / "export", "llama2", config))
 
 
+@pytest.mark.parametrize(("stated", "expected"), [({}, "left"), ({"padding_side": "right"}, "right")])
+def test_an_export_pads_on_the_side_of_its_folder(configs, tmp_path, stated, expected):
+    """The default of the class that the folder names, Llama's, differs from that of the class that the export names."""
+    folder, before = base_folder(configs, tmp_path)
+    config = json.loads(before["tokenizer_config.json"]) | stated
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    export = write_export(tmp_path / "export", "llama2", TokenizerConfig(backend="huggingface", path=str(folder)))
+    sides = [transformers.AutoTokenizer.from_pretrained(path).padding_side for path in (folder, export)]
+    assert sides == [expected, expected]
+
+
+CHAT_FAMILIES = {
+    "Llama 3.1": "llama3.1",
+    "Qwen 2.5": "qwen2.5",
+    "Qwen 3": "qwen3",
+    "Gemma 2": "gemma2",
+    "Gemma 3": "gemma3",
+    "Phi 3": "phi",
+    "Mistral v0.3": "mistral",
+    "Ministral 3": "ministral3",
+    "SmolLM 3": "smollm3",
+    "OLMo 2": "olmo2",
+    "OLMo 3": "olmo3",
+    "Granite 3": "granite3",
+}
+"""Family of chat formats -> family of models."""
+
+
+@pytest.mark.parametrize("name", CHAT_FAMILIES)
+def test_an_export_has_the_chat_template_and_the_special_tokens_of_its_folder(tmp_path, name):
+    families = pytest.importorskip("tests.data.chat.families", reason="the templates are those of the package trl")
+    folder, family = tmp_path / "folder", families.FAMILIES[name]
+    families.write_folder(family, folder)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    listed = config | {"pad_token": family.eos, "extra_special_tokens": list(family.special)}
+    (folder / "tokenizer_config.json").write_text(json.dumps(listed))
+    config = TokenizerConfig(backend="huggingface", path=str(folder))
+    export = write_export(tmp_path / "export", CHAT_FAMILIES[name], config)
+    own, exported = (transformers.AutoTokenizer.from_pretrained(path) for path in (folder, export))
+    assert exported.chat_template == without_generation_tags(family.text)
+    assert repr(exported.added_tokens_decoder) == repr(own.added_tokens_decoder)
+    assert exported.special_tokens_map == own.special_tokens_map
+    texts = [t.apply_chat_template(TURN, tokenize=False, add_generation_prompt=True) for t in (own, exported)]
+    assert own(texts[0]).input_ids == exported(texts[1]).input_ids
+
+
 def test_chat_template_json_becomes_the_file_that_all_readers_know(configs, tmp_path):
     folder, _ = base_folder(configs, tmp_path)
     (folder / "chat_template.json").write_text(json.dumps({"chat_template": "{{ messages[0].content }}"}))

@@ -307,6 +307,39 @@ def test_merged_logits_equal_those_of_peft(ranks, finished, tmp_path, family, ex
         assert (logits - adapted).norm() <= 1e-5 * adapted.norm()
 
 
+def test_the_adapter_of_a_model_of_several_modalities_fits_its_base_in_peft(ranks, tiny, tmp_path):
+    """The modules of the text model have other names there, and those of the vision tower the same last names."""
+    peft = pytest.importorskip("peft")
+    text = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8}
+    text |= {"num_key_value_heads": 2, "vocab_size": 2048, "sliding_window": 16, "query_pre_attn_scalar": 8}
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision |= {"image_size": 28, "patch_size": 14}
+    config = transformers.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    torch.manual_seed(0)
+    transformers.Gemma3ForConditionalGeneration(config).save_pretrained(tmp_path / "base")
+    argv = [*tiny, "--model.huggingface", str(tmp_path / "base"), "--checkpoint.init_from", str(tmp_path / "base")]
+    ranks(1).run(train, [*argv, *LORA, *in_folder(tmp_path / "run"), "--training.steps", "2"])
+    checkpoint = checkpoint_of(tmp_path / "run")
+    write_peft(checkpoint, tmp_path / "peft")
+    HfExport.open(checkpoint, torch.float32).write(tmp_path / "merged", GIB, lambda n: None)
+    tokens = torch.arange(2, 50).view(2, 24)
+    with torch.no_grad():
+        base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+        assert type(base) is transformers.Gemma3ForConditionalGeneration
+        before = base(tokens).logits
+        adapted = peft.PeftModel.from_pretrained(base, tmp_path / "peft")
+        assert not any("vision" in name for name, _ in adapted.named_parameters() if "lora_" in name)
+        after = adapted(tokens).logits
+        merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")(tokens).logits
+    assert (after - before).norm() > 1e-2 * before.norm()
+    assert (merged - after).norm() <= 1e-5 * after.norm()
+    argv = [*argv, *LORA, "--optimizer.lr", "1e-30", "--optimizer.weight_decay", "0", "--training.steps", "1"]
+    ranks(1).run(train, [*argv, *in_folder(tmp_path / "next"), "--lora.init_from", str(tmp_path / "peft")])
+    write_peft(checkpoint_of(tmp_path / "next"), tmp_path / "again")
+    hashes = {hash_of(load_file(tmp_path / name / "adapter_model.safetensors")) for name in ("peft", "again")}
+    assert len(hashes) == 1
+
+
 @pytest.mark.parametrize(("family", "extra"), [*EXCHANGED[:3], EXCHANGED[-1]])
 def test_a_run_continues_with_an_adapter_of_peft_or_of_another_run(ranks, bases, finished, tmp_path, family, extra):
     run = finished(family, *extra)

@@ -113,13 +113,17 @@ def test_a_fine_tuned_model_chats_and_stops_at_the_ends_of_its_base_model_too(ra
     path = base / "generation_config.json"
     eos = json.loads(path.read_text())["eos_token_id"]
     path.write_text(json.dumps({"bos_token_id": eos, "eos_token_id": [eos, eos + 3]}))
+    path = base / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"pad_token_id": eos + 1}))
     argv = [*tiny, "--run.output_folder", tmp_path, "--run.name", "chat", "--model.huggingface", base]
     argv += ["--checkpoint.init_from", base, "--tokenizer.backend", "huggingface", "--tokenizer.path", base]
     argv += ["--data.dataset", "chat", "--data.path", "", "--data.chat_template", "chatml"]
     argv += ["--checkpoint.export_huggingface", "true", "--data.store_folder", tmp_path / "stores"]
     ranks(1).run(train, list(map(str, argv)))
-    generation = json.loads((tmp_path / "chat" / "huggingface" / "generation_config.json").read_text())
-    assert (generation["bos_token_id"], generation["eos_token_id"]) == (None, [eos, eos + 2, eos + 3])
+    for file in ("generation_config.json", "config.json"):
+        ids = json.loads((tmp_path / "chat" / "huggingface" / file).read_text())
+        assert (ids["bos_token_id"], ids["eos_token_id"]) == (None, [eos, eos + 2, eos + 3])
+        assert ids["pad_token_id"] == eos + 1
     ((prompt, answer, stop),) = ranks(1).run(chat_answers, tmp_path / "chat")
     assert prompt[0] == eos + 1 and answer and stop == {eos, eos + 2, eos + 3}
 

@@ -28,8 +28,8 @@ _LONG = _ROPE | {
     **{"short_factor": [1.0, 1.1, 1.2, 1.5, 2.0, 2.5], "long_factor": [1.0, 2.0, 3.0, 4.0, 6.0, 8.0]},
 }
 _LLAMA3 = _ROPE | {
-    **{"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
-    **{"original_max_position_embeddings": 16},
+    **{"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    **{"original_max_position_embeddings": 16},  # 8 * 16 exceeds the context window, as in Llama 3.2
 }
 _MINISTRAL = _YARN | {"llama_4_scaling_beta": 0.3, "mscale": 1.0, "mscale_all_dim": 0.7}
 _TIED, _MHA = {"tie_word_embeddings": True}, {"num_key_value_heads": 4}

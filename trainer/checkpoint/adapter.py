@@ -13,6 +13,7 @@ from models.spec import ModelSpec, meta_model
 from trainer.adapters.select import LORA_A, LORA_B, TrainedParameters, adapter_shapes
 from trainer.checkpoint import manifest, resume
 from trainer.checkpoint.commit import Tensors, load_into
+from trainer.checkpoint.huggingface import TEXT_MODEL
 from trainer.checkpoint.manifest import CorruptError
 from trainer.checkpoint.model_metadata import ModelMetadata
 from trainer.checkpoint.storage import TensorMetadata, read_index, read_rows
@@ -38,6 +39,8 @@ class AdapterCheckpoint:
     base: Path
     """Folder of the base model at training."""
     base_digest: str
+    text_model: str
+    """See HfModelFolder.text_model, of the base model."""
     config: LoraConfig
     scale: float
     trained: TrainedParameters
@@ -53,6 +56,7 @@ class AdapterCheckpoint:
         try:
             lora = dict(metadata.lora)
             base, base_digest = Path(lora.pop("base")), str(lora.pop("base_digest"))
+            text_model = str(lora.pop("text_model", TEXT_MODEL))  # older checkpoints do not name it
             config = LoraConfig(**lora)
             scale = float(config.scale)
         except (KeyError, TypeError, ValueError, ArithmeticError):
@@ -73,6 +77,7 @@ class AdapterCheckpoint:
             index=index,
             base=base,
             base_digest=base_digest,
+            text_model=text_model,
             config=config,
             scale=scale,
             trained=trained,

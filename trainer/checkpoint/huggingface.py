@@ -32,7 +32,7 @@ _ROWS = 4096
 
 def window_and_generation(folder: Path) -> tuple[int, dict[str, Any]]:
     """Return the context window and the generation_config.json of the model in a checkpoint or in a Hugging Face folder. If that
-    file is missing or names no eos_token_id, the model's configuration does. Raises ConfigError."""
+    file is missing or names no eos_token_id or pad_token_id, the model's configuration does. Raises ConfigError."""
     with manifest.damage_as_config_error(folder):
         file = folder / GENERATION_CONFIG
         generation = read_object(file) if file.exists() else {}
@@ -43,9 +43,8 @@ def window_and_generation(folder: Path) -> tuple[int, dict[str, Any]]:
             require_model_folder(folder)
             described = _read_config(folder / "config.json")
             ids, window = described.config, described.seq_len
-        if generation.get("eos_token_id") is None and ids.get("eos_token_id") is not None:
-            generation["eos_token_id"] = ids["eos_token_id"]
-        return window, generation
+        missing = [key for key in ("eos_token_id", "pad_token_id") if generation.get(key) is None]
+        return window, generation | {key: ids[key] for key in missing if ids.get(key) is not None}
 
 
 def file_inside(folder: Path, name: Any) -> Path:
@@ -152,6 +151,10 @@ def _are_equal(folder: Path, tensors: Sequence[tuple[str, TensorMetadata]]) -> b
     return a.dtype == b.dtype and all(torch.equal(read_a(*rows), read_b(*rows)) for rows in chunks)
 
 
+TEXT_MODEL = "model"
+"""Name of the text model among the modules of transformers' classes for models without other modalities."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class HfModelFolder:
     """A folder with a model in Hugging Face format."""
@@ -188,6 +191,11 @@ class HfModelFolder:
             keys=keys,
             index=index,
         )
+
+    @property
+    def text_model(self) -> str:
+        """Name of the text model among the modules of transformers' class for this folder, from version 4.52 on."""
+        return "model.language_model" if "text_config" in self.config else TEXT_MODEL
 
     @cached_property
     def first_rows(self) -> Mapping[str, int]:

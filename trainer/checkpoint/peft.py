@@ -1,7 +1,7 @@
 """Adapters in the format of the package peft."""
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from models.huggingface import text_name
 from models.sizes import text_of
 from models.spec import ModelSpec, meta_model
 from trainer.adapters.select import LORA_A, LORA_B
 from trainer.checkpoint.adapter import AdapterCheckpoint
 from trainer.checkpoint.commit import Tensors, require_match
-from trainer.checkpoint.huggingface import file_inside, open_tensors, read_object
+from trainer.checkpoint.huggingface import TEXT_MODEL, file_inside, open_tensors, read_object
 from trainer.checkpoint.manifest import CorruptError
 from trainer.checkpoint.storage import DTYPE_OF, TensorMetadata, TensorWrite, write_safetensors
 from trainer.checkpoint.tokenizer_files import exported_files
@@ -37,14 +38,17 @@ _UNSUPPORTED = (
 class PeftNames:
     """Names of parameters in peft's files, whose tensors may contain the rows of several parameters."""
 
-    def __init__(self, spec: ModelSpec, sizes: Any):
+    def __init__(self, spec: ModelSpec, sizes: Any, text_model: str = TEXT_MODEL):
+        """text_model: see HfModelFolder.text_model, of the base model."""
+        self.text_model = text_model
         self.hf, self.head_dim, self.model = spec.huggingface, sizes.head_dim, meta_model(spec.model, sizes)
-        self.parameters = parameters = dict(self.model.named_parameters())
-        self.first_row = self.hf.first_rows(parameters)
+        self.parameters = dict(self.model.named_parameters())
+        matrices = self.hf.matrices(self.parameters)
+        self.first_row = self.hf.first_rows(matrices)
         """Name of a parameter -> its first row in the stored tensor."""
-        self.groups = self.hf.tensors(parameters)
+        self.groups = self.hf.tensors(matrices)
         """Name of a stored tensor of the base model -> names of the parameters whose rows it contains, in order."""
-        self.num_rows = {name: sum(parameters[p].shape[0] for p in group) for name, group in self.groups.items()}
+        self.num_rows = {name: sum(matrices[m].shape[0] for m in group) for name, group in self.groups.items()}
         """Name of a stored tensor of the base model -> number of rows."""
 
     def base(self, name: str) -> str:
@@ -52,8 +56,13 @@ class PeftNames:
         module, _, leaf = name.rpartition(".")
         return f"{module}.weight" if leaf in _LEAVES else name
 
+    def in_base(self, stored: str) -> str:
+        """Return the name in the base model of a tensor or a module of the text model."""
+        is_inside = stored.startswith(f"{TEXT_MODEL}.")
+        return f"{self.text_model}{stored.removeprefix(TEXT_MODEL)}" if is_inside else stored
+
     def stored(self, name: str) -> str:
-        stored, leaf = self.hf.name(self.base(name)), name.rpartition(".")[2]
+        stored, leaf = self.in_base(self.hf.name(self.base(name))), name.rpartition(".")[2]
         return _PREFIX + (f"{stored.removesuffix('weight')}{_LEAVES[leaf]}" if leaf in _LEAVES else stored)
 
     def shape(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
@@ -63,6 +72,8 @@ class PeftNames:
 
     def unsupported(self, fully: Iterable[str]) -> str:
         """Return why peft cannot train these parameters of the model without training others, or "" if it can."""
+        if stack := next(filter(self.hf.is_stack, sorted(fully)), ""):
+            return f"{stack} contains the matrices of all experts, and peft's format has only adapters of linear modules"
         uses = [parameter for _, parameter in self.model.named_parameters(remove_duplicate=False)]
         for stored, group in self.hf.tensors(sorted(fully, key=layer_order)).items():
             name = group[0]
@@ -107,19 +118,24 @@ def load_peft(folder: Path, names: PeftNames, own: Tensors, trained: Tensors) ->
         ConfigError: The configuration is not supported, or the adapter is another one.
     """
     with open_tensors(file_inside(folder, PEFT_TENSORS)) as tensors:
-        index = {}
+        index, key_of = {}, {}
         for key in tensors.keys():  # noqa: SIM118
-            stored = tensors.get_slice(key)
+            stored, name = tensors.get_slice(key), key.removeprefix(_PREFIX)
+            name = f"{_PREFIX}{text_name(name) or name}"
             dtype = DTYPE_OF.get(stored.get_dtype(), torch.uint8)
-            index[key] = TensorMetadata(dtype, tuple(stored.get_shape()), ())
+            key_of[name], index[name] = key, TensorMetadata(dtype, tuple(stored.get_shape()), ())
+
+        def read(name: str) -> Tensor:
+            return tensors.get_tensor(key_of[name])
+
         expected = {names.stored(n): torch.empty(names.shape(n, p.shape), device="meta") for n, p in trained.items()}
         problems = [*filter(None, [names.unsupported(trained.keys() & names.parameters.keys())])]
         problems += [f"{key} is not trained by this run" for key in sorted(index.keys() - expected.keys())]
         require_match(folder, index, expected, cast=True, problems=problems)
         # The rows are compared only now, because all tensors have the expected shapes.
-        require_match(folder, {}, {}, cast=True, problems=[*_dropped_rows(names, tensors, trained)])
+        require_match(folder, {}, {}, cast=True, problems=[*_dropped_rows(names, read, trained)])
         for name, parameter in own.items():
-            value = tensors.get_tensor(names.stored(name))
+            value = read(names.stored(name))
             if not name.endswith(LORA_A):
                 base = names.base(name)
                 value = value[names.first_row[base] :][: parameter.shape[0]]
@@ -128,15 +144,16 @@ def load_peft(folder: Path, names: PeftNames, own: Tensors, trained: Tensors) ->
             local.copy_(value[region])
 
 
-def _dropped_rows(names: PeftNames, tensors: Any, trained: Tensors) -> Iterator[str]:
-    """Yield the problem of each second matrix whose rows of parameters that the run does not train are not zero."""
+def _dropped_rows(names: PeftNames, read: Callable[[str], Tensor], trained: Tensors) -> Iterator[str]:
+    """Yield the problem of each second matrix whose rows of parameters that the run does not train are not zero. read: returns a
+    tensor by the name that it has if the base is a text model."""
     for stored, group in names.hf.tensors(names.base(name) for name in trained if name.endswith(LORA_B)).items():
         if len(group) < len(names.groups[stored]):
             key = names.stored(f"{group[0].removesuffix('weight')}{LORA_B}")
             untrained = torch.ones(names.num_rows[stored], dtype=torch.bool)
             for name in group:
                 untrained[names.first_row[name] :][: len(names.parameters[name])] = False
-            if tensors.get_tensor(key)[untrained].any():
+            if read(key)[untrained].any():
                 yield f"{key} has nonzero rows that are not trained by this run"
 
 
@@ -145,7 +162,7 @@ def write_peft(checkpoint: Path, out: Path) -> None:
     matrices are stored as one tensor, their adapters become one adapter, whose second matrix is block-diagonal. Replaces `out`.
     Raises CorruptError or ConfigError."""
     adapter = AdapterCheckpoint.open(checkpoint, alone=True)
-    config, names = adapter.config, PeftNames(adapter.spec, adapter.sizes)
+    config, names = adapter.config, PeftNames(adapter.spec, adapter.sizes, adapter.text_model)
     require_peft_support(names, adapter.trained.fully)
     files = exported_files(checkpoint, adapter.metadata)
     groups = names.hf.tensors(f"{target}.weight" for target in sorted(adapter.trained.targets, key=layer_order))
@@ -168,7 +185,7 @@ def write_peft(checkpoint: Path, out: Path) -> None:
         first = adapter.index[f"model/{group[0]}"]
         shape = names.num_rows[stored], *first.shape[1:]
         entries.append(TensorWrite(names.stored(group[0]), first.dtype, shape, partial(map, own_rows, group)))
-    fused = {stored.removesuffix(".weight"): len(group) for stored, group in groups.items() if len(group) > 1}
+    fused = {names.in_base(n).removesuffix(".weight"): len(group) for n, group in groups.items() if len(group) > 1}
     content = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -179,7 +196,7 @@ def write_peft(checkpoint: Path, out: Path) -> None:
         "use_rslora": config.rslora,
         "bias": "none",
         "target_modules": _target_modules(names, groups),
-        "modules_to_save": [stored.removesuffix(".weight") for stored in own] or None,
+        "modules_to_save": [names.in_base(stored).removesuffix(".weight") for stored in own] or None,
         "rank_pattern": {module: config.rank * n for module, n in fused.items()},
         "alpha_pattern": {module: config.alpha * (n**0.5 if config.rslora else n) for module, n in fused.items()},
         "inference_mode": True,
@@ -203,10 +220,11 @@ def _block_diagonal(adapter: AdapterCheckpoint, names: PeftNames, group: Sequenc
 
 
 def _target_modules(names: PeftNames, stored: Iterable[str]) -> list[str]:
-    """Return the shortest names that peft recognizes: those of the modules in a layer, if all layers have the same targets."""
+    """Return the shortest names that peft recognizes: those of the modules in a layer, if all layers have the same targets. The
+    modules of other modalities have these names too."""
     targets = {name.removesuffix(".weight") for name in stored}
     linear = (n for n, m in names.model.named_modules() if isinstance(m, nn.Linear))
     modules = {names.hf.name(f"{name}.weight").removesuffix(".weight") for name in linear}
     leaves = {name.rpartition(".")[2] for name in targets}
     is_uniform = {name for name in modules if name.rpartition(".")[2] in leaves} == targets
-    return sorted(leaves if is_uniform else targets)
+    return sorted(leaves if is_uniform and names.text_model == TEXT_MODEL else map(names.in_base, targets))

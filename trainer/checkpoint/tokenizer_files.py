@@ -15,6 +15,7 @@ from trainer.config.model_source import TOKENIZER_FILES, published_tokenizer, sa
 from trainer.data.tokenizer.backends import load_tokenizer
 from trainer.data.tokenizer.byte_pair import PATTERNS
 from trainer.data.tokenizer.hf_json import is_byte_level, json_bytes
+from trainer.data.tokenizer.huggingface import LLAMA_LIKE
 from trainer.data.tokenizer.protocol import Tokenizer
 from trainer.system.checkpoint_folder import MODEL_FILE
 from trainer.system.files import parse_json_object
@@ -87,6 +88,8 @@ def exported_tokenizer(files: Mapping[str, bytes], hf: HuggingFace) -> dict[str,
         content = _object(files, "tokenizer.json")
         # Without this list, transformers also returns token_type_ids, which generate() does not accept.
         config.setdefault("model_input_names", ["input_ids", "attention_mask"])
+        if str(config.get("tokenizer_class")).removesuffix("Fast") in LLAMA_LIKE:
+            config.setdefault("padding_side", "left")  # the default of the class that is replaced
         config["tokenizer_class"] = _CLASS
         if hf.byte_level_class and is_byte_level(content):
             # This class would add its default special tokens to the vocabulary.

@@ -9,7 +9,7 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, is_dataclass, replace
 from fnmatch import fnmatchcase

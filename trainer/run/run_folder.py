@@ -197,6 +197,10 @@ def model_files(
     inherited = inherited if isinstance(inherited, list) else [] if inherited is None else [inherited]
     ends = list(dict.fromkeys([tokenizer.eos, *text.end_of_turn, *inherited]))
     special_token_ids = {"bos_token_id": tokenizer.bos, "eos_token_id": ends if len(ends) > 1 else ends[0]}
+    if generation.get("pad_token_id") in range(
+        resolved.sizes.vocab_size
+    ):  # transformers refuses another id in config.json
+        special_token_ids["pad_token_id"] = generation["pad_token_id"]
     model = ModelMetadata(
         family=resolved.family,
         sizes=asdict(resolved.sizes),

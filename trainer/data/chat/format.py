@@ -5,6 +5,7 @@ token. In messages, this applies only to the names in data.allowed_special; all 
 """
 
 import contextlib
+import functools
 import hashlib
 import itertools
 import json
@@ -22,7 +23,8 @@ from trainer.data.chat.special_names import SpecialNames
 from trainer.data.chat.template import ChatTemplate, Rendering, TemplateFailure
 from trainer.data.chat.template_files import (
     SETTING,
-    fitting_template,
+    fitting_templates,
+    marking_templates,
     own_template,
     read_template,
     tags_are_text,
@@ -263,6 +265,8 @@ class ChatFormat:
                     failure = TemplateFailure(failure.reason, way_out)
                 failures.insert(0, failure)  # it says more than an error in the template
         else:
+            if any(message["role"] == "system" for message in messages) and not failures[0].way_out:
+                raise TemplateFailure(failures[0].reason, self._way_to_write_system)
             raise failures[0]
         located = self._locate(rendering, data, False)
         for i, turn in located.items():
@@ -333,9 +337,23 @@ class ChatFormat:
 
     def _way_out(self, *others: str) -> str:
         """Return what can be done about the template. It may be replaced by a shipped template with the same special tokens."""
-        fitting = fitting_template(self.template, self._special, self._names)
+        fitting = next(fitting_templates(self.template, self._special, self._names), "")
         ways = [f'set data.chat_template = "{fitting}", which has the same special tokens'] if fitting else []
         return ", or ".join([*ways, *others])
+
+    @functools.cached_property
+    def _way_to_write_system(self) -> str:
+        """Advice that names a shipped template with the same turns, which writes system messages, or "" if this one does too."""
+        data = template_data([{"role": "system", "content": "A rule."}, *_PROBE], None, {})
+        with contextlib.suppress(TemplateFailure):
+            self._render_data(data, False)
+            return ""
+        others = {name: text for name, text, _ in marking_templates(self._render(_PROBE).text)}
+        for name in fitting_templates(self.template, self._special, self._names):
+            with contextlib.suppress(TemplateFailure):
+                if name in others and ChatTemplate.compile(others[name]).render(self._names, data, False):
+                    return f'set data.chat_template = "{name}", which writes system messages'
+        return ""
 
     def _missing_tokens_error(self, names: Sequence[str]) -> TemplateFailure:
         names = list(dict.fromkeys(names))

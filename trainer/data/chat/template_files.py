@@ -103,9 +103,9 @@ def marking_templates(text: str) -> Iterator[tuple[str, str, str]]:
             yield name, _read(BUILT_IN[name]), prompt_end
 
 
-def fitting_template(template: str, special_tokens: Collection[str], names: Mapping[str, str]) -> str:
-    """Return the name of the shipped template that can replace a template, or "" if there is none. Both write the same special
-    tokens and tags such as [INST], and the tokenizer has the special tokens. names: text of each variable such as bos_token."""
+def fitting_templates(template: str, special_tokens: Collection[str], names: Mapping[str, str]) -> Iterator[str]:
+    """Yield the names of the shipped templates that can replace a template. Both write the same special tokens and tags such as
+    [INST], and the tokenizer has the special tokens. names: text of each variable such as bos_token."""
     for name, path in BUILT_IN.items():
         text = _read(path)
         special, tags = set(re.findall(SPECIAL_LOOKING, text)), set(re.findall(_TAG, text))
@@ -115,8 +115,7 @@ def fitting_template(template: str, special_tokens: Collection[str], names: Mapp
             and special | variables <= set(special_tokens)
             and all(n in template for n in special | tags)
         ):
-            return name
-    return ""
+            yield name
 
 
 def usable_templates(special_tokens: Collection[str]) -> list[str]:

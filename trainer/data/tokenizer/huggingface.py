@@ -35,8 +35,9 @@ COMPANION_FILES = (
 """Names of the files that are saved and exported together with a tokenizer.json."""
 _JSON_FILES = (*_NAMES, *_IDS, "added_tokens.json", "chat_template.json")
 """Names of the files beside a tokenizer.json that contain JSON objects. One that is damaged is refused before training."""
-_ADD_BOS = ("LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer", "CohereTokenizer")
-"""Classes for which versions of transformers before 5 follow add_bos_token (default: true) and not the post-processor."""
+LLAMA_LIKE = ("LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer", "CohereTokenizer")
+"""Classes that pad on the left by default. Versions of transformers before 5 follow their add_bos_token (default: true), and not
+the post-processor."""
 
 
 class HuggingFaceTokenizer(Tokenizer):
@@ -182,7 +183,7 @@ def _stated_add_bos(config: Mapping[str, Any]) -> bool | None:
     """Return whether older versions of transformers prepend BOS because of a tokenizer_config.json, or None if it does not
     matter to them."""
     name = config.get("tokenizer_class")
-    if isinstance(name, str) and name.removesuffix("Fast") in _ADD_BOS:
+    if isinstance(name, str) and name.removesuffix("Fast") in LLAMA_LIKE:
         return config.get("add_bos_token", True)
     return config.get("add_bos_token")
 
