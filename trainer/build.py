@@ -101,7 +101,7 @@ def build_trainer(
     parameters = [parameter for part in model_parts.values() for parameter in part.parameters()]
     check_memory(config, resolved, parameters, device)
 
-    datasets = prepare_and_open(config, text.tokenizer)
+    datasets, epochs = prepare_and_open(config, text.tokenizer), config.training.epochs
     config = with_steps(config, datasets, None if point is None else point.state)
     require_profiled_step(config.profiling, config.training.steps)
     check_disk(config, resolved.num_trained, 0 if point is None else point.state.step)
@@ -136,7 +136,7 @@ def build_trainer(
     share = run_on_rank_0(lambda: target_share(datasets.training))
     log_data(config, resolved.grad_accum, datasets, epochs_of(config, datasets, state)[0], share)
     stragglers = _build_stragglers(config, resolved, model_parts.values(), device)
-    logged = LoggedRun(config.run.name, folder, config.training.steps, config.metrics)
+    logged = LoggedRun(config.run.name, folder, config.training.steps, config.metrics, epochs)
     sinks = build_sinks(config.metrics.sinks, logged, is_writer=dist.get_rank() == 0)
     stop = StopRequest()
     return Trainer(
@@ -160,7 +160,9 @@ def build_trainer(
         checkpoints=checkpoints,
         early_stopping=EarlyStopping(config.evaluation, checkpoints.best.identity),
         monitor=StepMonitor(config.resilience, engine.optimizer.device),
-        metrics=Metrics(config.metrics, config.training, resolved, device, engine.phases, sinks),
+        metrics=Metrics(
+            config.metrics, config.training, resolved, device, engine.phases, sinks, len(datasets.training)
+        ),
         stragglers=stragglers,
         profiler=Profiler(config.profiling, device, folder, state.step),
         watchdog=Watchdog(config.resilience.hang_timeout_s, stop),

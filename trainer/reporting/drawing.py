@@ -61,6 +61,8 @@ def draw(figures: Figures, runs: Sequence[Run]) -> Drawing:
         for figure in figures.all():
             plot = _plot(figure.name, x_range)
             (_stack if figure.is_stack else _lines)(plot, figure, (start, end))
+            if not figure.is_stack:
+                _mark(plot, runs)
             document.add_root(plot)
             roots[figure.name] = plot.id
         if plot := _timeline(runs, x_range):
@@ -145,4 +147,14 @@ def _timeline(runs: Sequence[Run], x_range: Any) -> Any:
         shown = np.asarray(steps, dtype=np.float64)[thinned(steps, _EVENT_POINTS)]
         y = [(name, offset)] * len(shown)
         plot.scatter(shown, y, size=7, tags=[f"run-{i % _COLORS}", f"of-{i}"])
+    _mark(plot, runs)
     return plot
+
+
+def _mark(plot: Any, runs: Sequence[Run]) -> None:
+    """Draw a vertical line at the marked checkpoint of each run."""
+    for i, run in enumerate(runs):
+        if run.marked:
+            tags = [f"run-{i % _COLORS}", f"of-{i}"]
+            span = require_package("bokeh.models", "").Span(location=run.marked, dimension="height", tags=tags)
+            plot.add_layout(span)
