@@ -28,6 +28,8 @@ _EVENT_POINTS = 2000
 """Maximum number of events of a kind and a run in the timeline."""
 _EDGE = 72
 """Width of the space to the left of every figure, in pixels, so that equal steps are below each other."""
+_RIGHT_EDGE = 24
+"""Width of the space to the right, in pixels, for half of the last step's label."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,7 @@ def _plot(name: str, x_range: Any, **options: Any) -> Any:
         toolbar_location=None,
         tools="",
         min_border_left=_EDGE,
+        min_border_right=_RIGHT_EDGE,
         background_fill_color=None,
         border_fill_color=None,
         outline_line_color=None,
@@ -94,6 +97,9 @@ def _plot(name: str, x_range: Any, **options: Any) -> Any:
     plot.add_tools(zoom, models.WheelZoomTool(modifiers="ctrl"))
     plot.toolbar.active_drag = zoom
     plot.xaxis.formatter = models.NumeralTickFormatter(format="0,0")
+    plot.xaxis.ticker = models.BasicTicker(min_interval=1)  # there is no half step
+    if "y_range" not in options:
+        plot.yaxis.formatter = models.BasicTickFormatter(power_limit_low=-4)
     return plot
 
 

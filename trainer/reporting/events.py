@@ -153,7 +153,7 @@ def overview_of(run: Any) -> Overview:
     # Of a Hub model, `huggingface` is a folder of the cache, and `pretrained` the name that the user has given.
     model = (pretrained or folder) if folder else f"{name}/{size}".strip("/")
     tokens, seen = last.get("tokens_seen"), last.get("epochs_seen")
-    epochs = f" ({seen:.3g} epochs)" if isinstance(seen, float) else ""
+    epochs = f" ({seen:,.2f} epochs)" if isinstance(seen, float) else ""
     return Overview(
         model=model,
         progress=(f"{step} of {int(steps):,}" if steps.isdecimal() else step) + epochs,

@@ -22,7 +22,7 @@ GENERATOR = '<meta name="generator" content="meshwright report">'
 """Tag by which a page of this script is recognized."""
 _FOLDER = Path(__file__).parent
 _FACTS = {
-    "git_clean": "git without uncommitted changes",
+    "git_clean": "clean git tree",
     "cpu": "CPU",
     "cpu_count": "CPU cores",
     "world_size": "ranks",
