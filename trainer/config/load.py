@@ -12,7 +12,17 @@ from typing import Any, get_args
 
 import tomli
 
-from trainer.config.fields import Setting, coerce, did_you_mean, nearest, parse_text, range_error, settings, type_error
+from trainer.config.fields import (
+    Setting,
+    coerce,
+    did_you_mean,
+    nearest,
+    parse_text,
+    parse_texts,
+    range_error,
+    settings,
+    type_error,
+)
 from trainer.config.foreign import SECTIONS, VALUES, replacement
 from trainer.config.packages import is_installed
 from trainer.config.pretrained import SHORT_FLAGS, with_pretrained
@@ -27,6 +37,7 @@ DATA_SECTIONS = ("data", "evaluation", "tokenizer")
 """Sections whose files the preparation of data needs."""
 FILE_SECTIONS = (*DATA_SECTIONS, "checkpoint", "lora", "metrics")
 """Sections with files, or packages, that must exist before a run starts."""
+_WITHOUT_VALUE = ("--dry-run", "--print-config", "--help")
 
 
 def load_config(argv: Sequence[str], check_files: Collection[str] = FILE_SECTIONS, with_weights: bool = True) -> Config:
@@ -49,8 +60,8 @@ def load_config(argv: Sequence[str], check_files: Collection[str] = FILE_SECTION
     )
     for setting, entry, parse, raw, origin in itertools.chain(_from_file(file), from_flags):
         try:
-            is_one_text = setting.constraint.multiline and parse is parse_text and not raw.startswith("[")
-            value = (raw,) if is_one_text else parse(raw, setting.type)  # a text may contain commas
+            are_texts = setting.constraint.multiline and parse is parse_text
+            value = parse_texts(raw) if are_texts else parse(raw, setting.type)
         except ValueError:
             raise ConfigError("", f"{origin}: {type_error(setting.type, raw, VALUES.get(setting.key, {}))}") from None
         if problem := range_error(value, setting.constraint):
@@ -176,6 +187,8 @@ def parse_argv(argv: Sequence[str]) -> dict[str, str]:
         if not word.startswith("--") or len(word) == 2:
             raise ConfigError("", f"{word}: unexpected argument{_as_flag(word)}")
         flag, equals, value = word.partition("=")
+        if equals and flag in _WITHOUT_VALUE:
+            raise ConfigError("", f"{flag}: takes no value")
         if not equals:
             value = next(words, None)
             if value is None or value.startswith("--"):
@@ -212,7 +225,7 @@ def _find(flag: str) -> tuple[Setting, str]:
         raise ConfigError("", f"{flag} is a table: set one of its entries with {flag}.NAME VALUE")
     if removed := REMOVED.get(flag[2:]):
         raise ConfigError("", f"{flag}: unknown setting; {removed}")
-    candidates = [*(f"--{key}" for key in settings()), *SHORT_FLAGS, "--config", "--print-config", "--help"]
+    candidates = [*(f"--{key}" for key in settings()), *SHORT_FLAGS, "--config", *_WITHOUT_VALUE]
     hint = replacement(flag, _AS_FLAG) or _elsewhere(flag.rpartition(".")[2].lstrip("-").replace("-", "_"), _AS_FLAG)
     hint = hint or did_you_mean(flag, candidates)
     raise ConfigError("", f"{flag}: unknown setting{hint}")
