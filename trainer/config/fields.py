@@ -147,7 +147,7 @@ def parse_texts(text: str) -> tuple[str, ...]:
 
 def _toml_texts(text: str) -> list[str] | None:
     """Return the texts of a list of TOML, or None. Such a text may contain a comma, or a space at its end."""
-    with suppress(tomli.TOMLDecodeError):
+    with suppress(tomli.TOMLDecodeError, RecursionError):
         values = tomli.loads(f"list = {text}")["list"] if text.lstrip().startswith("[") else None
         if isinstance(values, list) and all(isinstance(value, str) for value in values):
             return values
