@@ -18,8 +18,9 @@ if __name__ == "__main__":
     exit_on_interrupt()
 
 from trainer.config import ConfigError
-from trainer.config.command_line import Arguments, existing_folder, run_to_end
+from trainer.config.command_line import Arguments, run_to_end
 from trainer.config.render import differing_settings, setting_texts
+from trainer.reporting.run import find_run, require_run
 from trainer.system.files import read_json_lines, read_json_object
 
 
@@ -64,13 +65,23 @@ def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+def _run_folder(path: Path) -> Path:
+    """Raise ConfigError if a path is not the folder of a run."""
+    folder, step = find_run(path)
+    if step:
+        raise ConfigError("", f"{path} is a checkpoint, but whole runs are compared, such as {folder}")
+    require_run(folder)
+    return folder
+
+
 def main() -> None:
     parser = Arguments(__doc__)
-    parser.add_argument("a", type=existing_folder, metavar="RUN_A", help="run folder")
-    parser.add_argument("b", type=existing_folder, metavar="RUN_B", help="run folder")
+    parser.add_argument("a", type=Path, metavar="RUN_A", help="run folder")
+    parser.add_argument("b", type=Path, metavar="RUN_B", help="run folder")
     args = parser.parse_args()
-    lines = list(differences(args.a, args.b))
-    line, same = compare_losses(losses(args.a), losses(args.b))
+    a, b = map(_run_folder, (args.a, args.b))
+    lines = list(differences(a, b))
+    line, same = compare_losses(losses(a), losses(b))
     print("\n".join([*(lines or ["settings and environment are equal"]), line]))
     sys.exit(0 if same else 1)
 

@@ -2,12 +2,15 @@
 
     python scripts/report.py outputs/debug
     python scripts/report.py outputs/a outputs/b --output report.html
+    python scripts/report.py outputs/debug@best
     python scripts/report.py outputs/debug --watch
 
-The file needs no network and no server. Several runs are drawn over each other, with the settings in which they differ. The
-planned memory is simulated, which takes seconds to minutes; --no-plan leaves it out. The page needs the package bokeh.
+The file needs no network and no server. Several runs are drawn over each other, with the settings in which they differ. A
+checkpoint instead of its run (RUN@best: the run's best one) marks its step in the curves. The planned memory is simulated, which
+takes seconds to minutes; --no-plan leaves it out. The page needs the package bokeh.
 """
 
+import os
 import sys
 from pathlib import Path
 
@@ -21,11 +24,11 @@ if __name__ == "__main__":
 from collections.abc import Sequence
 
 from trainer.config import ConfigError
-from trainer.config.command_line import Arguments, existing_folder, file_to_write, number, run_to_end
+from trainer.config.command_line import Arguments, file_to_write, number, run_to_end
 from trainer.reporting.drawing import require_plotting
 from trainer.reporting.page import GENERATOR, Watch, render
 from trainer.reporting.plan import Plan, plan_memory
-from trainer.reporting.run import FILES, Run, labels, read_run, require_runs
+from trainer.reporting.run import FILES, Run, find_run, labels, read_run, require_runs
 from trainer.reporting.serve import HOST, Pages, Server
 from trainer.system.files import atomic_write
 from trainer.system.streams import require_stdout
@@ -47,7 +50,9 @@ def plans_of(runs: Sequence[Run]) -> list[Plan | str | None]:
 
 
 def require_own_page(path: Path) -> None:
-    """Raise ConfigError if a file would be lost that is not an earlier page."""
+    """Raise ConfigError if the page cannot be written, or if a file would be lost that is not an earlier page."""
+    if not os.access(path.parent, os.W_OK):
+        raise ConfigError("", f"{path.parent} cannot be written; name another file with --output")
     if path.exists() and GENERATOR.encode() not in path.read_bytes()[:1000]:
         raise ConfigError("", f"--output {path}: exists and is not a report; choose another name")
 
@@ -66,7 +71,9 @@ def version_of(folders: Sequence[Path]) -> str:
 
 def main() -> None:
     parser = Arguments(__doc__)
-    parser.add_argument("runs", type=existing_folder, nargs="+", metavar="RUN", help="run folder")
+    parser.add_argument(
+        "runs", type=Path, nargs="+", metavar="RUN", help="run folder, one of its checkpoints, or RUN@best"
+    )
     help_text = "HTML file to write (default: report.html in the folder of the first run)"
     parser.add_argument("--output", type=file_to_write, metavar="FILE", help=help_text)
     parser.add_argument("--no-plan", action="store_true", help="do not simulate the planned memory")
@@ -80,15 +87,16 @@ def main() -> None:
     if args.port and not args.watch:
         parser.error(f"--port {args.port}: requires --watch")
     require_plotting()
-    require_runs(args.runs)
+    folders, marked = zip(*map(find_run, args.runs), strict=True)
+    require_runs(folders)
     require_stdout()
-    output = args.output or args.runs[0] / "report.html"
+    output = args.output or folders[0] / "report.html"
     if not args.watch:
         require_own_page(output)
     plans: list[Plan | str | None] = []
 
     def build(watch: Watch | None = None) -> str:
-        runs = [read_run(folder, label) for folder, label in zip(args.runs, labels(args.runs), strict=True)]
+        runs = [read_run(*of_run) for of_run in zip(folders, labels(folders), marked, strict=True)]
         if not plans:  # once: a run keeps its settings
             plans.extend([None] * len(runs) if args.no_plan else plans_of(runs))
         return render(runs, plans, watch)
@@ -97,7 +105,7 @@ def main() -> None:
         atomic_write(output, build(), durable=False)
         print(output)
         return
-    with Server(args.port or 0, Pages(lambda: version_of(args.runs), build)) as server:
+    with Server(args.port or 0, Pages(lambda: version_of(folders), build)) as server:
         server.pages.current()
         print(f"{server.url} (Ctrl-C ends)", flush=True)
         server.serve_forever()

@@ -36,8 +36,9 @@ def content(folder: Path) -> dict[str, tuple[int, int]]:
     return {path: (status.st_size, status.st_mtime_ns) for path, status in stats.items()}
 
 
-def dry(argv, patches=()):
-    """Return the printed lines, without the planned memory and time, or the error line of a dry run on this rank."""
+def dry(argv, patches=(), size=0):
+    """Return the printed lines, without the planned memory and time, or the error line of a dry run on this rank. size: number of
+    ranks of the run. 0: those of this process group."""
     out = io.StringIO()
     try:
         config = load_config(combine(argv))
@@ -51,7 +52,7 @@ def dry(argv, patches=()):
         ):
             for patch in patches:
                 stack.enter_context(mock.patch.object(*patch))
-            dry_run.report(config, resolve(config, dist.get_world_size()), 1, torch.device("cpu"))
+            dry_run.report(config, resolve(config, size or dist.get_world_size()), 1, torch.device("cpu"))
     except ConfigError as error:
         return config.explain(error)
     return out.getvalue()

@@ -97,7 +97,7 @@ def build_trainer(
 
     weights = initial_model.open_weights(config, resolved, point)
     datasets = prepare_and_open(config, text.tokenizer)
-    config = with_steps(config, datasets, saved)
+    epochs, config = config.training.epochs, with_steps(config, datasets, saved)
     require_profiled_step(config.profiling, config.training.steps)
     check_disk(config, resolved.num_trained, 0 if saved is None else saved.step)
     if saved is not None:
@@ -130,7 +130,15 @@ def build_trainer(
         checkpoints=checkpoints,
         early_stopping=EarlyStopping(config.evaluation, checkpoints.best.identity),
         monitor=StepMonitor(config.resilience, engine.optimizer.device),
-        metrics=Metrics(config.metrics, config.training, resolved, device, engine.phases, _build_sinks(config)),
+        metrics=Metrics(
+            config.metrics,
+            config.training,
+            resolved,
+            device,
+            engine.phases,
+            _build_sinks(config, epochs),
+            len(datasets.training),
+        ),
         stragglers=_build_stragglers(config, resolved, model_parts.values(), device),
         profiler=Profiler(config.profiling, device, config.run.folder, state.step),
         watchdog=Watchdog(config.resilience.hang_timeout_s, stop),
@@ -253,6 +261,7 @@ def _build_samples(
     )
 
 
-def _build_sinks(config: Config) -> list[Sink]:
-    run = LoggedRun(config.run.name, config.run.folder, config.training.steps, config.metrics)
+def _build_sinks(config: Config, epochs: float | None) -> list[Sink]:
+    """epochs: of the settings, if they replace training.steps."""
+    run = LoggedRun(config.run.name, config.run.folder, config.training.steps, config.metrics, epochs)
     return build_sinks(config.metrics.sinks, run, is_writer=dist.get_rank() == 0)

@@ -56,6 +56,9 @@ COMMAND_LINES = {
     "--training 5": "--training: unknown setting; did you mean '--training.steps'?",
     "--training.steps.x 5": "--training.steps.x: unknown setting; did you mean '--training.steps'?",
     "--confg x.toml": "--confg: unknown setting; did you mean '--config'?",
+    "--dryrun": "--dryrun: unknown setting; did you mean '--dry-run'?",
+    "--dry_run": "--dry_run: unknown setting; did you mean '--dry-run'?",
+    "--dry-run=true": "--dry-run: takes no value",
     "--print-confg 1": "--print-confg: unknown setting; did you mean '--print-config'?",
     "steps=5": "steps=5: unexpected argument; did you mean '--training.steps'?",
     "-training.steps 5": "-training.steps: unexpected argument; did you mean '--training.steps'?",
@@ -481,7 +484,11 @@ def test_prompts_contain_commas_spaces_and_line_breaks(tmp_path):
     file = tmp_path / "run.toml"
     file.write_text(to_toml(config))
     assert load_config(["--config", str(file)]) == config
-    assert load_config(["--samples.prompts", "Hello, world"]).samples.prompts == ("Hello, world",)
+    for text in ("Hello, world", "[INST] Hello, world [/INST]", "[1, 2", "[x] = y"):
+        assert load_config(["--samples.prompts", text]).samples.prompts == (text,)
+    assert load_config(["--samples.prompts", "[]"]).samples.prompts == ()
+    for text in ('["a", 3]', '["a"', "[ 'a' b]"):
+        assert error_of(["--samples.prompts", text]) == f"--samples.prompts {text}: expected a list of names"
     assert error_of(["--samples.prompts", "a\x1b"]).endswith(": must be printable text")
     assert error_of(["--samples.seed", "3"]) == "--samples.seed 3: has an effect only with [samples] prompts"
 

@@ -15,6 +15,7 @@ from trainer.config.load import load_config
 from trainer.config.model_source import best_step, list_checkpoints, resolve_checkpoint
 from trainer.inference import load_model
 from trainer.system.checkpoint_folder import step_of
+from trainer.system.paths import split_best
 
 WORSENS = ["--training.steps", "8", "--optimizer.lr", "1.0", "--lr_schedule.warmup_steps", "8"]
 """The learning rate rises until it degrades the model."""
@@ -51,6 +52,7 @@ def at_best(folder):
 
 def test_a_path_that_ends_in_best_is_the_best_checkpoint(trained, best):
     assert resolve_checkpoint(at_best(trained)) == best
+    assert split_best(f"{at_best(trained)}/") == (trained, True)
     assert resolve_checkpoint(trained) == checkpoint_of(trained)
     loaded, _ = load_model(at_best(trained))
     expected, _ = load_model(best)

@@ -1,14 +1,18 @@
-"""Epochs, early stopping, the best checkpoint and samples: equal on every layout, after a resume and after a rollback."""
+"""Epochs, early stopping, the best checkpoint, samples and dry runs: equal on every layout, after a resume and a rollback."""
 
 import json
+import shutil
 from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
+from tests.test_dry_run import dry
 from tests.training_runs import checkpoint_of, combine, in_folder, largest_deviation, records, trainer_from
 from trainer.config import EvaluationConfig
 from trainer.config.model_source import best_step
+from trainer.reporting.figures import figures_of
+from trainer.reporting.run import read_run
 from trainer.resilience.early_stopping import EarlyStopping
 from trainer.state import TrainState
 from trainer.system import console
@@ -29,6 +33,10 @@ SETTINGS = {
     "checkpoint.keep": "1",
 }
 ARGV = [word for key, value in SETTINGS.items() for word in (f"--{key}", value)]
+ROLLBACK = ["--resilience.max_consecutive_skips", "2", "--resilience.on_max_skips", "rollback"]
+ROLLBACK += ["--checkpoint.interval_steps", "50"]  # a rollback returns to the best checkpoint
+FAULTY = (5, 6)
+"""Steps whose gradients are not finite."""
 LAYOUTS = ["dp_shard", "tp", "pp", "cp"]
 
 
@@ -38,7 +46,7 @@ def train(argv, stop_after=0, faulty=()):
 
     Args:
         argv: Command line.
-        stop_after: Step after which the run is asked to stop.
+        stop_after: Step after which the run is asked to stop; with faulty steps, after the rollback.
         faulty: Steps in which the gradients are not finite, until a rollback.
     """
     trainer = trainer_from(combine(argv))
@@ -48,7 +56,8 @@ def train(argv, stop_after=0, faulty=()):
     def faulty_clip(max_norm, vote):
         if state.step + 1 in faulty and dist.get_rank() == 0 and not state.rollbacks:
             next(iter(engine.parameters.values())).grad.mul_(float("nan"))
-        return clip(max_norm, vote or state.step + 1 == stop_after)
+        asked = state.step + 1 == stop_after and (state.rollbacks or not faulty)
+        return clip(max_norm, vote or asked)
 
     engine.optimizer.clip = faulty_clip
     with mock.patch.object(console, "info", side_effect=info) as logged:
@@ -89,8 +98,9 @@ def assert_same_end(one, other):
         assert largest_deviation(records(one, kind), records(other, kind), "loss") < 1e-4
     texts = [[(r["step"], r["samples"]) for r in records(folder, "samples")] for folder in (one, other)]
     assert texts[0] == texts[1]
-    rates = [[r["learning_rate"] for r in records(folder)] for folder in (one, other)]
-    assert rates[0] == rates[1]
+    for key in ("learning_rate", "epochs_seen", "skipped_samples"):
+        assert [r[key] for r in records(one)] == [r[key] for r in records(other)]
+    assert best_step(one / "checkpoints") == best_step(other / "checkpoints")
     assert saved_state(one).early_stopping[2] == saved_state(other).early_stopping[2]
     assert_state_follows_from_the_records(other)
 
@@ -127,11 +137,53 @@ def test_a_run_that_has_stopped_early_says_so_and_continues_with_more_patience(r
     assert ranks(1).run(train, [*argv, "--evaluation.early_stopping_patience", "9"])[0][:2] == (14, 14)
 
 
-def test_a_rollback_forgets_the_evaluations_that_it_discards(ranks, tiny, tmp_path):
-    argv = [*tiny, *in_folder(tmp_path / "run"), *ARGV, "--resilience.max_consecutive_skips", "2"]
-    argv += ["--resilience.on_max_skips", "rollback", "--checkpoint.interval_steps", "50"]
-    ranks(2).run(train, [*argv, "--parallel.dp_shard", "2"], 0, (5, 6))
-    state = saved_state(tmp_path / "run")
+@pytest.fixture(scope="module")
+def rolled_back_on_one_rank(ranks, tiny, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("rolled_back") / "run"
+    ranks(1).run(train, [*tiny, *in_folder(folder), *ARGV, *ROLLBACK], 0, FAULTY)
+    state = saved_state(folder)
     assert state.rollbacks == 1
-    assert_state_follows_from_the_records(tmp_path / "run")
-    assert json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])["step"] == state.step
+    assert_state_follows_from_the_records(folder)
+    assert json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])["step"] == state.step
+    return folder
+
+
+def dry_of_each_layout(argv):
+    """Return what a dry run says of a run on one rank, and in each layout, without what depends on the number of ranks."""
+    outputs = [dry(combine(argv)), *(dry(combine([*argv, f"--parallel.{axis}", "2"]), size=2) for axis in LAYOUTS)]
+    other = ("ranks", "checkpoints")  # free space of the disk
+    lines = [[line for line in output.splitlines() if not line.startswith(other)] for output in outputs]
+    return [[line.partition(" microbatches on")[0].rpartition(", in ")[0] or line for line in each] for each in lines]
+
+
+@pytest.mark.parametrize("axis", LAYOUTS)
+def test_every_layout_rolls_back_and_resumes_to_the_same_end(ranks, tiny, tmp_path, rolled_back_on_one_rank, axis):
+    folder, last = tmp_path / "run", records(rolled_back_on_one_rank)[-1]["step"]
+    argv = [*tiny, *in_folder(folder), *ARGV, *ROLLBACK, f"--parallel.{axis}", "2"]
+    ranks(2).run(train, argv, last - 1, FAULTY)
+    state = saved_state(folder)
+    assert (state.step, state.rollbacks) == (last - 1, 1)
+    ranks(2).run(train, argv)
+    assert_same_end(rolled_back_on_one_rank, folder)
+
+
+def test_a_dry_run_says_the_same_of_every_layout_before_and_after_a_rollback(
+    ranks, tiny, tmp_path, rolled_back_on_one_rank
+):
+    argv = [*tiny, *ARGV, *ROLLBACK]
+    shutil.copytree(rolled_back_on_one_rank, tmp_path / "run")
+    patient = ["--evaluation.early_stopping_patience", "3"]
+    folders = {"new": [], "run": patient}
+    for name, more in folders.items():
+        (said,) = ranks(1).run(dry_of_each_layout, [*argv, *in_folder(tmp_path / name), *more])
+        assert all(lines == said[0] for lines in said)
+        first = 1 if name == "new" else saved_state(tmp_path / name).step + 1
+        assert f"steps         {first} to 14, each of 8 samples of 32 tokens" in said[0]
+        assert "epochs        0.15" in said[0]
+        assert sum(line.startswith(("evaluation ", "early stop ", "samples ")) for line in said[0]) == 3
+
+
+def test_the_page_shows_what_a_run_records_in_words(on_one_rank):
+    figures = figures_of([read_run(on_one_rank, "run")], [None])
+    shown = [*(figure.title for figure in figures.all()), *(title for title, _ in figures.constants)]
+    assert len(shown) > 15 and not any("_" in title.replace("held_out", "") for title in shown), shown

@@ -53,7 +53,7 @@ def losses(factor: float) -> dict[int, float | None]:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Three runs, one of them with a hostile name."""
+    """Three runs, one of them with a hostile name. The page marks a checkpoint of the second."""
     folder = tmp_path_factory.mktemp("runs")
     names = {"first": 1.0, "second": 1.5, HOSTILE.replace("/", "-"): 2.0}
     save = {"kind": "checkpoint", "step": 50, "blocked_s": 0.5}
@@ -67,7 +67,8 @@ def runs(tmp_path_factory):
 def page(browser, runs, tmp_path_factory):
     """The page of the runs, and the messages of its console."""
     file = tmp_path_factory.mktemp("page") / "report.html"
-    loaded = [read_run(folder, label) for folder, label in zip(runs, labels(runs), strict=True)]
+    marked = [0, 40, 0]
+    loaded = [read_run(*of_run) for of_run in zip(runs, labels(runs), marked, strict=True)]
     file.write_text(render(loaded, [None] * len(loaded)))
     page = browser.new_page(viewport={"width": 1000, "height": 900})
     page.set_default_timeout(_LONGEST_MS)
@@ -186,28 +187,34 @@ def test_the_form_zooms_to_steps(page, loss_plot):
     page.get_by_label("to", exact=True).fill("40")
     page.get_by_role("button", name="Zoom").click()
     expect_zoom(page, 30, 40)
+    ticks = "Bokeh.documents[0].get_model_by_name('figure-0').below[0].ticker.get_ticks(30, 32, null, 0).major"
+    assert page.evaluate(ticks) == [30, 31, 32]
     loss_plot.focus()
     page.keyboard.press("Escape")
     expect_zoom(page, 1, STEPS)
 
 
+MARK = "Bokeh.documents[0].get_model_by_name('figure-0').center.find(({ type }) => type === 'Span')"
+
+
 def test_a_run_can_be_hidden(page, loss_plot):
     legend = page.locator("#legend-figure-0 li:visible")
-    assert legend.count() == 4
+    assert legend.count() == 4 and page.evaluate(f"{MARK}.visible")
     page.get_by_role("checkbox", name="second").uncheck()
-    assert legend.count() == 3
+    assert legend.count() == 3 and not page.evaluate(f"{MARK}.visible")
     page.get_by_role("checkbox", name="second").check()
     assert legend.count() == 4
 
 
 def test_the_colors_follow_the_scheme_of_the_reader(page):
     color = "Bokeh.documents[0].get_model_by_name('figure-0').renderers[0].glyph.line_color.value"
+    color = f"[{color}, {MARK}.line_color, {MARK}.location]"
     before = page.evaluate(color)
     page.emulate_media(color_scheme="dark")
     page.evaluate(FRAMES)
     after = page.evaluate(color)
     page.emulate_media(color_scheme="light")
-    assert (before, after) == ("#0b62a4", "#6cb6ff")
+    assert (before, after) == (["#0b62a4", "#b93c08", 40], ["#6cb6ff", "#ffa05c", 40])
 
 
 def test_a_narrow_screen_needs_no_horizontal_scrolling(page):

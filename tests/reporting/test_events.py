@@ -5,6 +5,7 @@ import math
 import pytest
 
 from trainer.reporting.events import clock, event_rows, overview_of, samples_of
+from trainer.reporting.records import Records
 from trainer.reporting.run import Run
 
 
@@ -43,6 +44,16 @@ def test_the_model_has_the_name_that_the_user_has_given(tmp_path, pretrained, hu
     run = Run(tmp_path, "run", settings={f"model.{key}": f'"{value}"' for key, value in settings.items()})
     assert overview_of(run).model == shown
     assert overview_of(Run(tmp_path, "without a configuration")).model == ""
+
+
+@pytest.mark.parametrize(
+    ("record", "shown"),
+    [({"epochs_seen": 1234.567}, "30 of 40 (1,234.57 epochs)"), ({}, "30 of 40"), ({"epochs_seen": "x"}, "30 of 40")],
+)
+def test_the_progress_is_in_steps_and_epochs(tmp_path, record, shown):
+    run = Run(tmp_path, "run", Records(), {"training.steps": "40"})
+    run.records.add({"kind": "train", "step": 30} | record)
+    assert overview_of(run).progress == shown
 
 
 def test_saves_do_not_push_rare_events_out_of_the_table():

@@ -40,14 +40,33 @@ def test_each_metric_has_a_figure_with_a_line_for_each_run_that_has_it(tmp_path)
 def test_a_value_that_never_changes_is_a_line_of_text(tmp_path):
     run = run_of(tmp_path, *(train_record(step, num_targets=64) for step in (1, 2)))
     figures = figures_of([run], [None])
-    assert ("train/num_targets", 64) in figures.constants
-    assert not any(figure.title == "num targets" for figure in figures.all())
+    assert ("Targets of a step", "64 tokens") in figures.constants
+    assert not any(figure.title == "Targets of a step" for figure in figures.all())
 
 
 def test_a_metric_that_this_version_does_not_know_has_a_figure(tmp_path):
     run = run_of(tmp_path, *(train_record(step, router_load_s=step) for step in (1, 2)))
-    figure = titled(figures_of([run], [None]), "router load s")
+    figure = titled(figures_of([run], [None]), "Router load")
     assert (figure.group, figure.unit) == ("Other values", "s")
+
+
+@pytest.mark.parametrize(
+    ("name", "title", "unit"),
+    [
+        ("train/checkpoint_time_s", "Time of saves since the last record", "s"),
+        ("train/reward_chosen", "Reward of chosen answers", ""),
+        ("eval/held_out/unigram_entropy", "Unigram entropy of held_out", "nats"),
+        ("eval/a/b/num_targets", "Targets in a/b", "tokens"),
+        ("eval/held_out/router_load_percent", "Router load on held_out", "%"),
+        ("train/idle_gib", "Idle", "GiB"),
+    ],
+)
+def test_a_title_is_words_with_a_unit(tmp_path, name, title, unit):
+    kind, _, key = name.partition("/")
+    dataset, _, key = key.rpartition("/")
+    found = [{"kind": kind, "dataset": dataset, "step": step, key: float(step)} for step in (1, 2)]
+    figures = figures_of([run_of(tmp_path, *found)], [None])
+    assert [(figure.title, figure.unit) for figure in figures.all()] == [(title, unit)]
 
 
 def test_phases_are_parts_of_the_step_and_have_means(tmp_path):

@@ -30,13 +30,13 @@ from trainer.system.units import duration
 CPU = torch.device("cpu")
 
 
-def open_metrics(folder, first_step=0, steps=20, tensorboard=False, tokens_per_step=1):
+def open_metrics(folder, first_step=0, steps=20, tensorboard=False, tokens_per_step=1, epochs=None):
     names = ("console", "jsonl", *("tensorboard",) * tensorboard)
     config = MetricsConfig(interval_steps=5, sinks=names)
     training = TrainingConfig(steps=steps, global_batch_size=tokens_per_step, seq_len=1)
     resolved = replace(resolve(Config(), 2), flops_per_token=10**9)
-    sinks = build_sinks(names, LoggedRun("run", folder, steps, config), is_writer=True)
-    metrics = Metrics(config, training, resolved, CPU, PhaseTimer(CPU), sinks)
+    sinks = build_sinks(names, LoggedRun("run", folder, steps, config, epochs), is_writer=True)
+    metrics = Metrics(config, training, resolved, CPU, PhaseTimer(CPU), sinks, samples_per_epoch=4)
     metrics.rewind(first_step)
     return metrics
 
@@ -54,7 +54,7 @@ def test_the_sections_of_a_name_are_added(tmp_path, monkeypatch):
 
 def log_step(metrics, step, loss=3.0):
     outcome = StepOutcome(step, 8, False, 0, 0, loss, 1.5)
-    metrics.log_step(TrainState(step=step, tokens_seen=1), outcome, lr=1e-3, objective={"num_targets": 1})
+    metrics.log_step(TrainState(step=step, cursor=step, tokens_seen=1), outcome, lr=1e-3, objective={"num_targets": 1})
 
 
 def lines(folder):
@@ -248,6 +248,12 @@ def test_console_line(tmp_path, capsys, monkeypatch):
     assert "step   1/200 | loss 3.1416 | grad norm 1.500 | lr 1.00e-03 | 2,048 tokens/s | " in line
     assert line.endswith("| 0 % | 6m38s left\n")
     assert "\x1b" not in line, "colour only on a terminal"
+
+
+def test_the_console_shows_the_epochs_of_a_run_whose_length_is_given_so(tmp_path, capsys):
+    log_step(open_metrics(tmp_path, epochs=1.5), 3)
+    assert "step  3/20 | epoch 0.75/1.5 | loss 3.0000 | " in capsys.readouterr().out
+    assert lines(tmp_path)[0]["epochs_seen"] == 0.75
 
 
 def test_the_remaining_time_counts_down_although_one_window_is_slow():

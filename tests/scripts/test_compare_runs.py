@@ -4,7 +4,7 @@ import pytest
 
 from scripts.compare_runs import compare_losses, losses
 from tests.commands import run_script
-from tests.training_runs import train
+from tests.training_runs import checkpoint_of, train
 
 
 def script(*args):
@@ -51,6 +51,15 @@ def test_an_incomplete_last_line_is_ignored(tmp_path):
     assert compare_losses({1: 2.0}, {2: 2.0}) == ("no step was logged by both runs", False)
 
 
-def test_a_folder_without_a_run_is_one_line(tmp_path):
-    code, lines, error = script(tmp_path, tmp_path)
-    assert (code, lines) == (2, []) and error == f"{tmp_path}/config.toml: No such file or directory"
+def test_what_is_not_a_run_is_one_line(runs, tmp_path):
+    cases = {
+        tmp_path: f"{tmp_path} is not the folder of a run: it has no metrics.jsonl",
+        tmp_path / "no": f"{tmp_path}/no: no such folder",
+        runs
+        / "a@best": f"{runs}/a/checkpoints has no best checkpoint: the run had no [evaluation] keep_best_on, or no "
+        "evaluation yet",
+        checkpoint_of(runs / "a"): f"{checkpoint_of(runs / 'a')} is a checkpoint, but whole runs are compared, such as "
+        f"{runs}/a",
+    }
+    for path, line in cases.items():
+        assert script(runs / "a", path) == (2, [], line)

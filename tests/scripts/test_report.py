@@ -1,10 +1,12 @@
 """scripts/report.py: the file it writes, and its messages."""
 
+import os
 import sys
 
 import pytest
 
 from tests.commands import run_script
+from tests.conftest import ROOT
 from tests.reporting.run_folders import train_record, write_run
 
 pytest.importorskip("bokeh")
@@ -28,6 +30,27 @@ def test_the_page_is_written_into_the_folder_of_the_first_run_and_replaced_later
     assert "Report of run, other" in page and "3.125" in page and "0.5" in page
 
 
+def test_a_checkpoint_marks_its_step(run, tmp_path):
+    for step in (1, 2):
+        checkpoint = run / "checkpoints" / f"step-{step:08}"
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "manifest.json").touch()
+        (checkpoint / "train_state.json").write_text('{"best": ["held_out/0/", 1, 3.25]}')
+    output, expected = tmp_path / "report.html", [2, 1, 1]
+    for path, folder in ((checkpoint, ROOT), (f"{run}@best", ROOT), ("../step-00000001", checkpoint)):
+        step = expected.pop(0)
+        assert run_script("scripts/report.py", path, "--no-plan", "--output", output, folder=folder).returncode == 0
+        page = output.read_text()
+        assert f"run: the vertical line marks the checkpoint of step {step}." in page
+        assert page.count(f'"location":{step},') or page.count(f'"location": {step},') >= 1
+    assert report(run, "--no-plan")[0] == 0 and "the vertical line" not in (run / "report.html").read_text()
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(run, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)  # root may write everywhere
+    assert report(run, "--no-plan") == (2, "", f"{run} cannot be written; name another file with --output\n")
+
+
 def test_no_other_file_is_replaced(run, tmp_path):
     (tmp_path / "notes.html").write_text("my notes")
     code, _, error = report(run, "--no-plan", "--output", tmp_path / "notes.html")
@@ -39,7 +62,11 @@ def test_no_other_file_is_replaced(run, tmp_path):
     ("words", "message"),
     [
         (["{folder}"], "{folder} is not the folder of a run: it has no metrics.jsonl; runs in it: run"),
-        (["{folder}/no"], "argument RUN: {folder}/no: no such folder"),
+        (["{folder}/no"], "{folder}/no: no such folder"),
+        (["{folder}/no@best"], "{folder}/no@best: no such folder"),
+        (["{folder}/run@best"], "{folder}/run/checkpoints contains no checkpoint"),
+        (["{folder}/run", "s3://bucket/run"], "argument RUN: s3://bucket/run: must be a local path, not a URL: copy the "
+         "files to a folder, or mount s3:// as one"),
         (["{folder}/run", "{folder}/run"], "{folder}/run: the same run is given twice"),
         (["{folder}/run"] * 33, "33 runs: a page shows at most 32"),
         (["{folder}/run", "--port", "80"], "--port 80: requires --watch"),

@@ -73,7 +73,9 @@ class PeftNames:
     def unsupported(self, fully: Iterable[str]) -> str:
         """Return why peft cannot train these parameters of the model without training others, or "" if it can."""
         if stack := next(filter(self.hf.is_stack, sorted(fully)), ""):
-            return f"{stack} contains the matrices of all experts, and peft's format has only adapters of linear modules"
+            return (
+                f"{stack} contains the matrices of all experts, and peft's format has only adapters of linear modules"
+            )
         uses = [parameter for _, parameter in self.model.named_parameters(remove_duplicate=False)]
         for stored, group in self.hf.tensors(sorted(fully, key=layer_order)).items():
             name = group[0]

@@ -140,14 +140,30 @@ def parse_text(text: str, type_: Any) -> Any:
     return coerce(text, type_)  # the type is text, a choice or none
 
 
+def parse_texts(text: str) -> tuple[str, ...]:
+    """Return the texts of a list that is written as ["a", "b"], or else the text itself, such as "[INST] a, b [/INST]". Raises
+    ValueError if a text begins like such a list, but is none."""
+    values = _toml_texts(text)
+    if values is None and re.match(r"\s*\[\s*[\"']", text):
+        raise ValueError
+    return (text,) if values is None else tuple(values)
+
+
+def _toml_texts(text: str) -> list[str] | None:
+    """Return the texts of a list of TOML, or None. Such a text may contain a comma, or a space at its end."""
+    with suppress(tomli.TOMLDecodeError, RecursionError):
+        values = tomli.loads(f"list = {text}")["list"] if text.lstrip().startswith("[") else None
+        if isinstance(values, list) and all(isinstance(value, str) for value in values):
+            return values
+    return None
+
+
 def _words(text: str) -> list[str]:
     """Split the text of a list, written as a,b or as ["a", "b"], into its words."""
     text = text.strip()
+    if (values := _toml_texts(text)) is not None:
+        return values
     if text.startswith("[") and text.endswith("]"):
-        with suppress(tomli.TOMLDecodeError):  # so that a word may contain a comma, or a space at its end
-            values = tomli.loads(f"list = {text}")["list"]
-            if all(isinstance(value, str) for value in values):
-                return values
         text = text[1:-1]
     return [word.strip().strip("\"'") for word in text.split(",")] if text.strip() else []
 

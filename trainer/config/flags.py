@@ -10,6 +10,8 @@ from trainer.config.pretrained import SHORT_FLAGS
 from trainer.config.unknown_names import AS_FLAG, REMOVED, elsewhere
 from trainer.system.spelling import did_you_mean
 
+_WITHOUT_VALUE = ("--dry-run", "--print-config", "--help")
+
 
 def parse_argv(argv: Sequence[str]) -> dict[str, str]:
     """Return flag -> value. argv: must not contain --help or --print-config. Raises ConfigError."""
@@ -19,6 +21,8 @@ def parse_argv(argv: Sequence[str]) -> dict[str, str]:
         if not word.startswith("--") or len(word) == 2:
             raise ConfigError("", f"{word}: unexpected argument{_as_flag(word)}")
         flag, equals, value = word.partition("=")
+        if equals and flag in _WITHOUT_VALUE:
+            raise ConfigError("", f"{flag}: takes no value")
         if not equals:
             value = next(words, None)
             if value is None or value.startswith("--"):
@@ -62,7 +66,7 @@ def _find_setting(flag: str) -> tuple[Setting, str]:
         raise ConfigError("", f"{flag} is a table: set one of its entries with {flag}.NAME VALUE")
     if removed := REMOVED.get(flag[2:]):
         raise ConfigError("", f"{flag}: unknown setting; {removed}")
-    candidates = [*(f"--{key}" for key in settings()), *SHORT_FLAGS, "--config", "--print-config", "--help"]
+    candidates = [*(f"--{key}" for key in settings()), *SHORT_FLAGS, "--config", *_WITHOUT_VALUE]
     hint = replacement(flag, AS_FLAG) or elsewhere(flag.rpartition(".")[2].lstrip("-").replace("-", "_"), AS_FLAG)
     hint = hint or did_you_mean(flag, candidates)
     raise ConfigError("", f"{flag}: unknown setting{hint}")

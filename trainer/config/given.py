@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer.config.errors import ConfigError
-from trainer.config.fields import Setting, parse_text, range_error, type_error
+from trainer.config.fields import Setting, parse_text, parse_texts, range_error, type_error
 from trainer.config.foreign import VALUES
 
 
@@ -26,9 +26,8 @@ class GivenValue:
         """Parse and check the value. Raises ConfigError."""
         setting, raw = self.setting, self.raw
         try:
-            # A text of several lines may contain commas: on the command line, it is a list of one.
-            is_one_text = setting.constraint.multiline and self.parse is parse_text and not raw.startswith("[")
-            value = (raw,) if is_one_text else self.parse(raw, setting.type)
+            are_texts = setting.constraint.multiline and self.parse is parse_text
+            value = parse_texts(raw) if are_texts else self.parse(raw, setting.type)
         except ValueError:
             problem = type_error(setting.type, raw, VALUES.get(setting.key, {}))
             raise ConfigError("", f"{self.origin}: {problem}") from None

@@ -28,6 +28,8 @@ _EVENT_POINTS = 2000
 """Maximum number of events of a kind and a run in the timeline."""
 _EDGE = 72
 """Width of the space to the left of every figure, in pixels, so that equal steps are below each other."""
+_RIGHT_EDGE = 24
+"""Width of the space to the right, in pixels, for half of the last step's label."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,8 @@ def draw(figures: Figures, runs: Sequence[Run]) -> Drawing:
         for figure in figures.all():
             plot = _plot(figure.name, x_range)
             (_stack if figure.is_stack else _lines)(plot, figure, (start, end))
+            if not figure.is_stack:
+                _mark(plot, runs)
             document.add_root(plot)
             roots[figure.name] = plot.id
         if plot := _timeline(runs, x_range):
@@ -82,6 +86,7 @@ def _plot(name: str, x_range: Any, **options: Any) -> Any:
         toolbar_location=None,
         tools="",
         min_border_left=_EDGE,
+        min_border_right=_RIGHT_EDGE,
         background_fill_color=None,
         border_fill_color=None,
         outline_line_color=None,
@@ -92,6 +97,9 @@ def _plot(name: str, x_range: Any, **options: Any) -> Any:
     plot.add_tools(zoom, models.WheelZoomTool(modifiers="ctrl"))
     plot.toolbar.active_drag = zoom
     plot.xaxis.formatter = models.NumeralTickFormatter(format="0,0")
+    plot.xaxis.ticker = models.BasicTicker(min_interval=1)  # there is no half step
+    if "y_range" not in options:
+        plot.yaxis.formatter = models.BasicTickFormatter(power_limit_low=-4)
     return plot
 
 
@@ -145,4 +153,14 @@ def _timeline(runs: Sequence[Run], x_range: Any) -> Any:
         shown = np.asarray(steps, dtype=np.float64)[thinned(steps, _EVENT_POINTS)]
         y = [(name, offset)] * len(shown)
         plot.scatter(shown, y, size=7, tags=[f"run-{i % _COLORS}", f"of-{i}"])
+    _mark(plot, runs)
     return plot
+
+
+def _mark(plot: Any, runs: Sequence[Run]) -> None:
+    """Draw a vertical line at the marked checkpoint of each run."""
+    for i, run in enumerate(runs):
+        if run.marked:
+            tags = [f"run-{i % _COLORS}", f"of-{i}"]
+            span = require_package("bokeh.models", "").Span(location=run.marked, dimension="height", tags=tags)
+            plot.add_layout(span)

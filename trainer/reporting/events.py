@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.reporting.figures import number
+from trainer.reporting.figures import in_words, number
 from trainer.system.units import duration
 
 NAMES = {
@@ -70,7 +70,7 @@ def _text_of(event: dict[str, Any]) -> str:
         return f"blocked training for {event['blocked_s']:.3g} s, {background:.3g} s in the background"
     if kind == "eval":
         name = event.get("dataset", "")
-        more = [f"{key.replace('_', ' ')} {event[key]:.6g}" for key in ("perplexity", "bits_per_byte") if key in event]
+        more = [f"{in_words(key)[0]} {event[key]:.6g}" for key in ("perplexity", "bits_per_byte") if key in event]
         return ", ".join([f"{name}: loss {event['loss']:.6g}", *more])
     if kind == "rollback":
         return f"training returned to the latest checkpoint; {event['samples']:,} samples skipped"
@@ -86,7 +86,8 @@ def _text_of(event: dict[str, Any]) -> str:
 
 def _other(event: dict[str, Any]) -> str:
     shown = {k: v for k, v in event.items() if k not in ("kind", "step", "timestamp_s") and v is not None}
-    return _short(", ".join(f"{key} {value}" for key, value in shown.items()), 300)
+    values = ((*in_words(key), value) for key, value in shown.items())
+    return _short(", ".join(f"{words} {value} {unit}".rstrip() for words, unit, value in values), 300)
 
 
 def event_rows(events: Iterable[dict[str, Any]]) -> tuple[list[Event], int]:
@@ -151,10 +152,11 @@ def overview_of(run: Any) -> Overview:
     )
     # Of a Hub model, `huggingface` is a folder of the cache, and `pretrained` the name that the user has given.
     model = (pretrained or folder) if folder else f"{name}/{size}".strip("/")
-    tokens = last.get("tokens_seen")
+    tokens, seen = last.get("tokens_seen"), last.get("epochs_seen")
+    epochs = f" ({seen:,.2f} epochs)" if isinstance(seen, float) else ""
     return Overview(
         model=model,
-        progress=f"{step} of {int(steps):,}" if steps.isdecimal() else step,
+        progress=(f"{step} of {int(steps):,}" if steps.isdecimal() else step) + epochs,
         loss=_last_of(records.curves.get("train/loss")),
         evaluations=[f"{name}: {value:.6g} at step {step:,}" for name, (value, step) in best.items()],
         tokens=f"{tokens:,}" if type(tokens) is int else "",

@@ -22,7 +22,10 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
     "Optimization": {
         "train/grad_norm": ("Gradient norm before clipping", ""),
         "train/learning_rate": ("Learning rate", ""),
-        "train/reward_*": ("{}", ""),
+        "train/reward_chosen": ("Reward of chosen answers", ""),
+        "train/reward_rejected": ("Reward of rejected answers", ""),
+        "train/reward_margin": ("Difference of the rewards of a pair", ""),
+        "train/reward_accuracy": ("Share of pairs with a positive difference", ""),
         "train/skipped_steps": ("Skipped steps since the start", "steps"),
     },
     "Speed": {
@@ -35,9 +38,26 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "train/memory_end_gib": ("Memory at the end of a step", "GiB"),
         "train/memory_reserved_gib": ("Memory that the allocator holds", "GiB"),
     },
-    "Other values": {"eval/*/*": ("{}", ""), "train/*": ("{}", "")},
+    "Other values": {
+        "eval/*/reward_chosen": ("Reward of chosen answers, {}", ""),
+        "eval/*/reward_rejected": ("Reward of rejected answers, {}", ""),
+        "eval/*/reward_margin": ("Difference of the rewards of a pair, {}", ""),
+        "eval/*/reward_accuracy": ("Share of pairs with a positive difference, {}", ""),
+        "eval/*/unigram_entropy": ("Unigram entropy of {}", "nats"),
+        "eval/*/num_targets": ("Targets in {}", "tokens"),
+        "eval/*/num_pairs": ("Pairs in {}", "pairs"),
+        "eval/*/evaluation_time_s": ("Time of an evaluation on {}", "s"),
+        "train/num_targets": ("Targets of a step", "tokens"),
+        "train/num_pairs": ("Pairs of a step", "pairs"),
+        "train/evaluation_time_s": ("Time of evaluations since the last record", "s"),
+        "train/samples_time_s": ("Time of samples since the last record", "s"),
+        "train/checkpoint_time_s": ("Time of saves since the last record", "s"),
+    },
 }
-"""Group -> pattern of a curve's name -> (title, unit). The first pattern that fits is used. {} is what the stars stand for."""
+"""Group -> pattern of a curve's name -> (title, unit). {} is the name of the dataset. The title of any other curve is its key in
+words."""
+UNITS = {"_s": "s", "_gib": "GiB", "_percent": "%"}
+"""End of a key -> unit."""
 PHASES = ("data", "forward", "backward", "pipeline", "reduction", "clip", "optimizer", "metrics", "other")
 """Phases of a step, from bottom to top. Their sum is step_time_s."""
 _DERIVED = ("train/tokens_per_second_per_rank", "train/tflops_per_second_per_rank")
@@ -120,8 +140,8 @@ class Figure:
 @dataclass
 class Figures:
     by_group: dict[str, list[Figure]] = field(default_factory=dict)
-    constants: list[tuple[str, float]] = field(default_factory=list)
-    """Name and value of the metrics that have one value in all records of all runs. They are not drawn."""
+    constants: list[tuple[str, str]] = field(default_factory=list)
+    """Title, and value with its unit, of the metrics that have one value in all records of all runs. They are not drawn."""
     phases: list[Figure] = field(default_factory=list)
     phase_table: list[tuple[str, list[str]]] = field(default_factory=list)
     """(phase, mean seconds and share of each run)"""
@@ -155,7 +175,7 @@ def figures_of(runs: Sequence[Run], plans: Sequence[Plan | str | None]) -> Figur
         curves = [(i, run.records.curves[name]) for i, run in enumerate(runs) if name in run.records.curves]
         group, order, title, unit = _describe(name)
         if (value := _constant(curve for _, curve in curves)) is not None and group not in ("Losses", "Memory"):
-            figures.constants.append((name, value))
+            figures.constants.append((title, f"{number(value)} {unit}".strip()))
             continue
         lines = [Line(runs[i].label, i, curve, thinned(curve.values, limit), _means(curve)) for i, curve in curves]
         if name == "train/memory_peak_gib":
@@ -179,10 +199,17 @@ def _describe(name: str) -> tuple[str, int, str, str]:
         for position, (pattern, (title, unit)) in enumerate(patterns.items()):
             if fnmatchcase(name, pattern):
                 prefix, _, suffix = pattern.partition("*")
-                inner = name[len(prefix) :].removesuffix(suffix.rpartition("*")[2])
-                unit = unit or ("s" if name.endswith("_s") else "GiB" if name.endswith("_gib") else "")
-                return group, position, title.format(inner.replace("_", " ") if prefix == "train/" else inner), unit
-    return "Other values", len(GROUPS["Other values"]), name, ""
+                return group, position, title.format(name[len(prefix) :].removesuffix(suffix)), unit
+    dataset, _, key = name.partition("/")[2].rpartition("/")
+    words, unit = in_words(key)
+    title = words[:1].upper() + words[1:] + f" on {dataset}" * bool(dataset)
+    return "Other values", len(GROUPS["Other values"]), title, unit
+
+
+def in_words(key: str) -> tuple[str, str]:
+    """Return the key of a record in words, and its unit: "router_load_s" gives ("router load", "s")."""
+    end, unit = next(((end, unit) for end, unit in UNITS.items() if key.endswith(end)), ("", ""))
+    return key.removesuffix(end).replace("_", " "), unit
 
 
 def _constant(curves: Iterable[Curve]) -> float | None:

@@ -22,6 +22,8 @@
     return { name, view, model: view.model, box, line, series, at: element(`at-${name}`) };
   });
 
+  const marks = (model) => model.center.filter(({ type }) => type === "Span");
+
   // ---- colours
   const scheme = matchMedia("(prefers-color-scheme: dark)");
   function paint() {
@@ -32,6 +34,7 @@
           major_tick_line_color: color("muted"), minor_tick_line_color: null });
       }
       for (const grid of model.center) if (grid.type === "Grid") grid.setv({ grid_line_color: color("line"), grid_line_alpha: 0.5 });
+      for (const mark of marks(model)) mark.setv({ line_color: color(mark.tags[0]) });
       for (const { glyph } of model.renderers) {
         const own = color(glyph.tags[0]);
         if (glyph.type !== "VArea") glyph.setv({ line_color: own });
@@ -142,6 +145,7 @@
     const apply = () => {
       for (const { model, series } of figures) {
         for (const renderer of model.renderers) if (renderer.glyph.tags[1] === `of-${box.dataset.run}`) renderer.visible = box.checked;
+        for (const mark of marks(model)) if (mark.tags[1] === `of-${box.dataset.run}`) mark.visible = box.checked;
         for (const { output, color } of series) if (color === box.dataset.run) output.closest("li").hidden = !box.checked;
       }
     };

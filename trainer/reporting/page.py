@@ -21,6 +21,14 @@ from trainer.reporting.run import Run, differing
 GENERATOR = '<meta name="generator" content="meshwright report">'
 """Tag by which a page of this script is recognized."""
 _FOLDER = Path(__file__).parent
+_FACTS = {
+    "git_clean": "clean git tree",
+    "cpu": "CPU",
+    "cpu_count": "CPU cores",
+    "world_size": "ranks",
+    "python": "Python",
+}
+"""Key of environment.json -> its name on the page, where it is not the words of the key."""
 
 
 @dataclass(frozen=True)
@@ -98,9 +106,9 @@ def _policy(scripts: Sequence[str]) -> str:
 
 
 def _environment(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
-    """Return (fact, its value in each run), without the packages and the command."""
+    """Return (fact in words, its value in each run), without the packages and the command."""
     keys = dict.fromkeys(key for run in runs for key in run.environment if key not in ("packages", "command"))
-    return [(key, [_text(run.environment.get(key)) for run in runs]) for key in keys]
+    return [(_FACTS.get(key, key.replace("_", " ")), [_text(run.environment.get(key)) for run in runs]) for key in keys]
 
 
 def _packages(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
@@ -112,4 +120,6 @@ def _packages(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
 
 
 def _text(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     return "" if value is None else value if isinstance(value, str) else json.dumps(value)

@@ -10,12 +10,14 @@ from typing import Any
 
 from trainer.config import ConfigError
 from trainer.config.fields import settings
+from trainer.config.model_source import best_checkpoint
 from trainer.config.render import setting_texts
 from trainer.config.toml_text import toml_value
 from trainer.reporting.records import Records, read_records
 from trainer.run.sinks.sink import METRICS_FILE
-from trainer.system.checkpoint_folder import LARGEST_CONFIG
-from trainer.system.files import describe, file_error, read_json_object, read_limited
+from trainer.system.checkpoint_folder import LARGEST_CONFIG, is_checkpoint, parse_step, step_of
+from trainer.system.files import describe, file_error, folder_error, read_json_object, read_limited
+from trainer.system.paths import split_best
 
 CONFIG_FILE, ENVIRONMENT_FILE = "config.toml", "environment.json"
 FILES = (METRICS_FILE, CONFIG_FILE, ENVIRONMENT_FILE)
@@ -32,6 +34,8 @@ class Run:
     settings: dict[str, str] = field(default_factory=dict)
     """Setting -> value as TOML."""
     environment: dict[str, Any] = field(default_factory=dict)
+    marked: int = 0
+    """Step of the checkpoint that the figures mark. 0: none."""
     problems: list[str] = field(default_factory=list)
     """Sentences about files that are missing or damaged."""
 
@@ -86,9 +90,9 @@ def without_passwords(text: str) -> str:
     return re.sub(r"(?<=://)[^/\s\"'@]+@", "...@", text)
 
 
-def read_run(folder: Path, label: str) -> Run:
-    """Read what the folder of a run contains. Files that are missing or damaged become `problems`."""
-    run = Run(folder, label)
+def read_run(folder: Path, label: str, marked: int = 0) -> Run:
+    """Read what the folder of a run contains. Files that are missing or damaged become `problems`. marked: see Run."""
+    run = Run(folder, label, marked=marked)
     try:
         run.records = read_records(folder / METRICS_FILE)
     except OSError as error:
@@ -125,6 +129,18 @@ def _problems_of(records: Records) -> list[str]:
     if not records.train_steps:
         problems.append(f"{METRICS_FILE} contains no training record yet")
     return problems
+
+
+def find_run(path: Path) -> tuple[Path, int]:
+    """Return the run folder of a path: of a run, of one of its checkpoints, or RUN@best; and the step of the checkpoint, which is
+    0 if the path is that of a run. Raises ConfigError if the folder does not exist, or the run has no best checkpoint."""
+    folder, is_best = split_best(path)
+    if problem := folder_error(folder):
+        raise ConfigError("", f"{path}: {problem}")
+    if is_best:
+        return folder, step_of(best_checkpoint(folder / "checkpoints"))
+    step = parse_step(folder.resolve().name)
+    return (Path(os.path.normpath(folder / "../..")), step) if step and is_checkpoint(folder) else (folder, 0)
 
 
 def require_run(folder: Path) -> None:

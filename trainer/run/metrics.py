@@ -34,6 +34,7 @@ class Metrics:
     device: torch.device
     phases: PhaseTimer
     sinks: Sequence[Sink]
+    samples_per_epoch: int
 
     def rewind(self, step: int) -> None:
         """Remove the records of all steps after `step`, because training continues from `step`."""
@@ -85,6 +86,7 @@ class Metrics:
             "learning_rate": lr,
             **objective,
             "tokens_seen": state.tokens_seen,
+            "epochs_seen": state.cursor / self.samples_per_epoch,
             # The samples that the steps of this record consumed.
             "first_step": self.recorded_step + 1,
             "global_batch_size": training.global_batch_size,

@@ -38,7 +38,7 @@ def is_dataset_name(path: str) -> bool:
 
 def split_best(path: str | Path) -> tuple[Path, bool]:
     """Return a path without BEST, and whether it ended so. A folder with such a name is meant itself."""
-    text = str(path)
+    text = str(Path(path))  # without a slash at its end
     is_best = text.endswith(BEST) and not os.path.lexists(text)
     return Path(text.removesuffix(BEST) if is_best else text), is_best
 

@@ -51,7 +51,7 @@ class Console:
     """A line for each training record, and the samples."""
 
     def __init__(self, run: LoggedRun):
-        self.steps = run.steps
+        self.steps, self.epochs = run.steps, run.epochs
         self.remaining = RemainingTime(run.steps)
 
     def write(self, record: dict[str, Any]) -> None:
@@ -73,8 +73,9 @@ class Console:
         step, steps = record["step"], self.steps
         remaining_s = self.remaining.after(record)
         mfu = f" | MFU {record['mfu_percent']:.1f} %" if "mfu_percent" in record else ""
+        epochs = f" | epoch {record['epochs_seen']:.2f}/{self.epochs:g}" if self.epochs else ""
         return (
-            f"step {step:>{len(str(steps))}}/{steps} | loss {record['loss']:.4f} | grad norm {record['grad_norm']:.3f} "
+            f"step {step:>{len(str(steps))}}/{steps}{epochs} | loss {record['loss']:.4f} | grad norm {record['grad_norm']:.3f} "
             f"| lr {record['learning_rate']:.2e} | {record['tokens_per_second']:,.0f} tokens/s{mfu} "
             f"| {record['memory_peak_gib']:.2f} GiB | {100 * step // steps} % | {duration(remaining_s)} left"
         )

@@ -12,7 +12,7 @@ import tomli
 from trainer.config import MetricsConfig
 
 METRICS_FILE = "metrics.jsonl"
-_NOT_PLOTTED = ("step", "timestamp_s", "first_step", "global_batch_size", "cursor", "tokens_seen")
+_NOT_PLOTTED = ("step", "timestamp_s", "first_step", "global_batch_size", "cursor", "tokens_seen", "epochs_seen")
 
 
 class Sink(Protocol):
@@ -36,6 +36,8 @@ class LoggedRun:
     steps: int
     """Step after which the run ends."""
     metrics: MetricsConfig
+    epochs: float | None = None
+    """Number of epochs after which the run ends, if its length is given so."""
 
     @property
     def title(self) -> str:
