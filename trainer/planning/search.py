@@ -29,6 +29,10 @@ _RESET = {"pipeline_stages_per_rank": 0, "pipeline_split_points": (), "reshard_a
 _HOPELESS = 0.95
 """Fraction of the best simulated speed. Candidates whose likely speed is not above this fraction are not simulated."""
 
+_IMPORT_BLOCKS = 50
+"""Number of simulated blocks that take as long as the import of torch before the first simulation. Without them, the remaining
+time would be too long at first."""
+
 
 @dataclass(frozen=True)
 class Candidate:
@@ -111,7 +115,8 @@ def _block_costs(found: Sequence[Candidate], simulator: "_Simulator", most: int)
     depth = found[0].config.activation_checkpoint.every_n_blocks
     world_size = simulator.hardware.world_size
     shallow = [_shallow(config, n, world_size) for config in families.values() for n in (depth, 2 * depth)]
-    blocks = [2 * config.model.overrides["n_layers"] for config in shallow]  # in each of two steps
+    blocks = [num_blocks(config, resolve(without_compiler(config), world_size)) for config in shallow]
+    blocks[0] += _IMPORT_BLOCKS
     later = most * _total_blocks(found) / len(found)  # it is not known yet which
     simulator.announce(f"measuring blocks for at most {most} of {len(found)} layouts", sum(blocks) + later)
     simulations = simulator.run([(config, 0) for config in shallow], blocks)

@@ -49,6 +49,9 @@ _MAX_SIMULATED = 4
 """Maximum number of microbatches that are simulated without a pipeline. If a step has more, the third represents all microbatches
 between the second and the last. The second cannot represent them, because FSDP runs one more all-gather in it."""
 
+_START_BLOCKS = 10
+"""Number of simulated blocks that take as long as the start of a simulation: about a second for Llama 3 8B."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Simulation:
@@ -128,11 +131,11 @@ def simulate_each(
 
 
 def num_blocks(config: Config, resolved: ResolvedRun) -> int:
-    """Return how many blocks the simulation of a rank runs, over the microbatches of its two steps. The simulation's duration is
-    roughly proportional to this number."""
+    """Return how many blocks the simulation of a rank runs, over the microbatches of its two steps, and those that take as long
+    as its start. The simulation's duration is roughly proportional to this number."""
     simulated = _num_simulated(config, resolved)
     warm_up = simulated if resolved.dims.pp > 1 else min(simulated, 2)
-    return math.ceil(blocks_per_rank(resolved) * (warm_up + simulated))
+    return _START_BLOCKS + math.ceil(blocks_per_rank(resolved) * (warm_up + simulated))
 
 
 def blocks_per_rank(resolved: ResolvedRun) -> float:
