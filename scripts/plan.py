@@ -78,6 +78,7 @@ if __name__ == "__main__":
     answer_early(arguments())  # before torch is imported
 
 from trainer.config import Config
+from trainer.config.load import parse_argv
 from trainer.planning.estimate import Hardware, RunEstimate, estimate, this_machine
 from trainer.planning.report import as_json, as_text, canvas, draw, headline, ranking
 from trainer.planning.search import search
@@ -107,15 +108,16 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     return args, settings
 
 
-def print_search(config: Config, hardware: Hardware, args: argparse.Namespace) -> RunEstimate:
-    """Search, and print the table of the layouts, also if the search is interrupted. Return the estimate of the best one."""
+def print_search(config: Config, hardware: Hardware, args: argparse.Namespace, settings: Sequence[str]) -> RunEstimate:
+    """Search, and print the table of the layouts, also if the search is interrupted. Return the estimate of the best one.
+    settings: the words of the command line that are settings."""
     latest: tuple = ()
     try:
         for result in search(config, hardware, args.max_candidates or 24):
             latest = result
     finally:
         if latest:
-            print(ranking(*latest, args.price_per_gpu_hour))
+            print(ranking(*latest, parse_argv(settings), args.price_per_gpu_hour))
     return latest[1][0][1]
 
 
@@ -130,7 +132,7 @@ def main() -> None:
     with one_line_errors(config):
         figure = canvas(args.plot, "--plot") if args.plot else None
         if args.search:
-            sys.exit(0 if print_search(config, hardware, args).fits else 1)
+            sys.exit(0 if print_search(config, hardware, args, settings).fits else 1)
         result = estimate(config, hardware)
     if figure is not None:
         draw(figure, args.plot, result.largest, headline(result, args.device), accelerator.memory_gib)

@@ -2,6 +2,7 @@
 
 import itertools
 import multiprocessing
+import os
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 from unittest import mock
@@ -12,6 +13,7 @@ from torch._subclasses import FakeTensorMode
 
 import trainer.planning.simulate
 from tests.optim.test_offload import IN_BACKWARD
+from trainer.config import ConfigError
 from trainer.config.load import load_config
 from trainer.objective.cross_entropy import CrossEntropyHead
 from trainer.planning.patches import bound_loss_chunks
@@ -108,6 +110,16 @@ def complete_pipeline(argv, rank) -> Simulation:
     """Simulate all eight microbatches."""
     with mock.patch.object(trainer.planning.simulate, "_num_simulated", lambda config, resolved: 8):
         return trainer.planning.simulate._simulate((load_config(argv), rank), world_size=2, on_gpu=False)
+
+
+class EndsItsProcess:
+    def __reduce__(self):
+        return os._exit, (1,)
+
+
+def test_a_simulation_whose_process_is_killed_is_one_line():
+    with pytest.raises(ConfigError, match=r"^a process that simulates a rank was killed, possibly for lack of memory$"):
+        simulate([(EndsItsProcess(), 0)], 2, on_gpu=False)
 
 
 def test_traffic_is_recorded_by_axis():

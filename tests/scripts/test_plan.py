@@ -2,8 +2,10 @@
 
 import json
 import re
+import shlex
 import sys
 from argparse import Namespace
+from contextlib import nullcontext
 
 import pytest
 import tomli
@@ -150,14 +152,36 @@ def test_a_plot_without_matplotlib_leaves_no_file(monkeypatch, tmp_path):
     assert (ended.returncode, ended.stderr, list(tmp_path.iterdir())) == (2, line, [])
 
 
-def test_a_search_ranks_layouts_and_prints_the_settings_of_the_best():
+class Bar:
+    """A bar of progress that keeps what it showed."""
+
+    n, total = 0, None
+
+    def __init__(self):
+        self.shown = []
+
+    def set_description(self, text):
+        self.shown.append((text, self.n, self.total))
+
+    def update(self, n):
+        self.n += n
+
+
+def test_a_search_ranks_layouts_and_prints_the_settings_of_the_best(tmp_path, monkeypatch):
+    bar = Bar()
+    monkeypatch.setattr("trainer.planning.search.progress", lambda *_: nullcontext(bar))
     small = ["--config", "train_configs/llama3_8b.toml", "--model.overrides.n_layers", "2", "--training.seq_len", "512"]
-    run = [*small, "--training.global_batch_size", "8", "--world-size", "4", "--memory-gib", "17", "--device", "a100"]
-    run += ["--gpus-per-node", "1", "--activation_checkpoint.mode", "selective"]
-    run += ["--training.reduce_every_microbatch", "false"]  # fits, but is tight
-    ended = plan(*run, "--search", "--max-candidates", "3")
+    hardware = ["--world-size", "4", "--memory-gib", "17", "--device", "a100", "--gpus-per-node", "1"]
+    tight = ["--activation_checkpoint.mode", "selective", "--training.reduce_every_microbatch", "false"]
+    batch = ["--training.global_batch_size", "8"]
+    ended = plan(*small, *batch, *hardware, *tight, "--search", "--max-candidates", "3")
     assert ended.returncode == 0, ended.stderr
     count, table, *_, settings, command_line, duration = ended.stdout.split("\n\n")
+    (first, *_), *batches = bar.shown
+    assert first == f"measuring blocks for at most 3 of {count.split()[2]} layouts"
+    assert batches[0][0].startswith("layouts 1 to ") and batches[0][0].endswith(" of at most 3")
+    totals = [total for _, _, total in batches]
+    assert 0 < batches[0][1] < bar.n <= totals[-1] and totals == sorted(totals, reverse=True)
     assert duration.startswith("20,000 steps (8.19e+07 tokens): at least ")
     assert count == f"3 of {count.split()[2]} layouts simulated"
     rows = [
@@ -166,9 +190,13 @@ def test_a_search_ranks_layouts_and_prints_the_settings_of_the_best():
     ]
     found = [({"      ": 0, "tight ": 1, "no fit": 2}[row[2]], -number(row[1])) for row in rows]
     assert found == sorted(found) and found[0][0] == 0 and "(as configured)" in table
-    first, *best_flags = command_line.split()
-    assert first == "or:" and best_flags == flags(tomli.loads(settings))
-    best = plan(*run[:-4], *best_flags)  # which include the last two settings
+    text, _, command = command_line.partition(": ")
+    *words, redirection, name = shlex.split(command)
+    assert (text, redirection, name) == ("or, to write a complete file", ">", "llama3_8b_4gpus.toml")
+    expected = pairs([*small, *batch, *tight]) | flags(tomli.loads(settings))
+    assert (words[:2], pairs(words[2:-1]), words[-1]) == (["python", "scripts/plan.py"], expected, "--print-config")
+    (tmp_path / name).write_text(plan(*words[2:]).stdout)
+    best = plan("--config", tmp_path / name, *hardware)
     assert best.returncode == 0 and f"{-found[0][1]:,.0f} tokens per second" in best.stdout
     assert "; tight: " not in best.stdout
 
@@ -179,14 +207,16 @@ def test_an_interrupted_search_prints_what_it_has_found(monkeypatch, capsys):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(script, "search", interrupted)
-    monkeypatch.setattr(script, "ranking", lambda count, found, price: f"{len(found)} of {count} layouts")
+    monkeypatch.setattr(script, "ranking", lambda count, found, given, price: f"{len(found)} of {count} layouts")
     with pytest.raises(KeyboardInterrupt):
-        script.print_search(None, None, Namespace(max_candidates=None, price_per_gpu_hour=None))
+        script.print_search(None, None, Namespace(max_candidates=None, price_per_gpu_hour=None), [])
     assert capsys.readouterr().out == "1 of 5 layouts\n"
 
 
+def pairs(words):
+    return dict(zip(words[::2], words[1::2], strict=True))
+
+
 def flags(settings):
-    values = ((f"--{section}.{name}", value) for section, names in settings.items() for name, value in names.items())
-    return [
-        word for flag, value in values for word in (flag, str(value).lower() if isinstance(value, bool) else str(value))
-    ]
+    values = {f"--{section}.{name}": value for section, names in settings.items() for name, value in names.items()}
+    return {flag: str(value).lower() if isinstance(value, bool) else str(value) for flag, value in values.items()}

@@ -43,3 +43,14 @@ def test_a_child_of_the_fork_server_exits_with_the_process_that_started_it(tmp_p
     while _exists(child) and time.monotonic() < end:
         time.sleep(0.01)
     assert not _exists(child)
+
+
+def test_a_fork_server_starts_processes_with_a_long_tmpdir(tmp_path):
+    folder = tmp_path / ("x" * 120)  # too long for the path of a socket
+    folder.mkdir()
+    code = "import os; from trainer.system.children import start_fork_server as context\nfor _ in range(2):"
+    code += " p = context([]).Process(target=os._exit, args=(7,)); p.start(); p.join(); print(p.exitcode)"
+    ended = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=os.environ | {"TMPDIR": str(folder)}, capture_output=True, text=True
+    )
+    assert (ended.stdout, ended.stderr, list(folder.iterdir())) == ("7\n7\n", "", [])

@@ -1,14 +1,15 @@
 """Reports of an estimate: text, JSON, a table of candidates, and a plot of memory over a step."""
 
 import json
+import shlex
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from trainer.config import ConfigError
 from trainer.config.packages import require_package
-from trainer.planning.estimate import FRAGMENTATION, RunEstimate
+from trainer.planning.estimate import FRAGMENTATION, Hardware, RunEstimate
 from trainer.planning.peak import explain, place, remedies
 from trainer.planning.recorder import MEMORY_CATEGORIES
 from trainer.planning.roofline import BANDWIDTH_EFFICIENCY, FLOPS_EFFICIENCY, NETWORK_EFFICIENCY, wire_bytes
@@ -176,12 +177,15 @@ def margin_text(estimate: RunEstimate) -> str:
     return f"{format_bytes(estimate.margin_bytes)} ({parts})"
 
 
-def ranking(num_layouts: int, found: Sequence[tuple[Candidate, RunEstimate]], price: float | None) -> str:
+def ranking(
+    num_layouts: int, found: Sequence[tuple[Candidate, RunEstimate]], given: Mapping[str, str], price: float | None
+) -> str:
     """Return the table of candidates as text.
 
     Args:
         num_layouts: Number of legal layouts.
         found: Simulated candidates, best first.
+        given: Flag of the command line -> value, for the settings with which the search was started.
         price: Price of a device for an hour. None: no price.
     """
     lines = [f"{len(found)} of {num_layouts} layouts simulated", ""]
@@ -202,10 +206,18 @@ def ranking(num_layouts: int, found: Sequence[tuple[Candidate, RunEstimate]], pr
             lines.append(
                 f"every simulated layout that fits is tight; of the best one, {margin_text(estimate)} should stay free"
             )
-    chosen = (
-        [best.toml(), "", "or: " + " ".join(best.flags())] if best.settings else ["the configured layout is the best"]
-    )
+    chosen = ["the configured layout is the best"]
+    if best.settings:
+        chosen = [best.toml(), "", f"or, to write a complete file: {_file_command(best, given, estimate.hardware)}"]
     return "\n".join([*lines, "", *chosen, "", run_duration(estimate, price)])
+
+
+def _file_command(best: Candidate, given: Mapping[str, str], hardware: Hardware) -> str:
+    """Return the command that writes a configuration file with the settings of a candidate. given: as in `ranking`."""
+    flags = {**given, **best.flags()}  # a flag must not be given twice
+    words = ["python", "scripts/plan.py", *(word for flag in flags.items() for word in flag), "--print-config"]
+    name = f"{best.config.run.name}_{hardware.world_size}{'gpus' if hardware.is_gpu else 'ranks'}.toml"
+    return f"{shlex.join(words)} > {shlex.quote(name)}"
 
 
 def as_json(estimate: RunEstimate) -> str:

@@ -15,10 +15,11 @@ from trainer.config.toml_text import toml_value
 from trainer.parallel.pipeline import stages_per_rank
 from trainer.planning.estimate import Hardware, RunEstimate, margin_bytes, representative_ranks
 from trainer.planning.roofline import pipeline_bubble, step_time
-from trainer.planning.simulate import Simulation, simulate, without_compiler
+from trainer.planning.simulate import Simulation, blocks_per_rank, num_blocks, simulate_each, without_compiler
 from trainer.run.preflight import minimum_memory
 from trainer.run.resolve import ResolvedRun, resolve
 from trainer.runtime.device import DTYPES
+from trainer.system.console import Progress, progress
 from trainer.system.process import cores
 
 _MAX_PP = 16
@@ -27,6 +28,10 @@ _RESET = {"pipeline_stages_per_rank": 0, "pipeline_split_points": (), "reshard_a
 """Settings of [parallel] that suit only the configured layout, with their defaults. All other candidates use the defaults."""
 _HOPELESS = 0.95
 """Fraction of the best simulated speed. Candidates whose likely speed is not above this fraction are not simulated."""
+
+_IMPORT_BLOCKS = 50
+"""Number of simulated blocks that take as long as the import of torch before the first simulation. Without them, the remaining
+time would be too long at first."""
 
 
 @dataclass(frozen=True)
@@ -43,9 +48,10 @@ class Candidate:
                 lines += [f"[{section}]", *(f"{name} = {toml_value(value)}" for name, value in values.items())]
         return "\n".join(lines)
 
-    def flags(self) -> list[str]:
-        flags = {f"--{s}.{name}": value for s, values in self.settings.items() for name, value in values.items()}
-        return [word for flag, value in flags.items() for word in (flag, toml_value(value).strip('"'))]
+    def flags(self) -> dict[str, str]:
+        """Return flag of the command line -> value as text."""
+        values = {f"--{s}.{name}": value for s, values in self.settings.items() for name, value in values.items()}
+        return {flag: toml_value(value).strip('"') for flag, value in values.items()}
 
     def __str__(self) -> str:
         config = self.config
@@ -101,16 +107,22 @@ def _family(candidate: Candidate) -> tuple[int, str]:
     return candidate.resolved.dims.tp, candidate.config.activation_checkpoint.mode
 
 
-def _block_costs(found: Sequence[Candidate], hardware: Hardware) -> dict[tuple[int, str], np.ndarray]:
+def _block_costs(found: Sequence[Candidate], simulator: "_Simulator", most: int) -> dict[tuple[int, str], np.ndarray]:
     """Return the cost of each family: bytes of activations and seconds for one transformer block and one microbatch on a rank.
-    The cost is the difference between the costs of two small models, divided by the difference in their numbers of blocks."""
+    The cost is the difference between the costs of two small models, divided by the difference in their numbers of blocks.
+    most: maximum number of candidates that are simulated later."""
     families = {_family(candidate): candidate.config for candidate in reversed(found)}
     depth = found[0].config.activation_checkpoint.every_n_blocks
-    shallow = [_shallow(config, n, hardware.world_size) for config in families.values() for n in (depth, 2 * depth)]
-    simulations = simulate(
-        [(config, 0) for config in shallow], hardware.world_size, hardware.is_gpu, "measuring blocks"
-    )
-    costs = [_cost(config, simulation, hardware) for config, simulation in zip(shallow, simulations, strict=True)]
+    world_size = simulator.hardware.world_size
+    shallow = [_shallow(config, n, world_size) for config in families.values() for n in (depth, 2 * depth)]
+    blocks = [num_blocks(config, resolve(without_compiler(config), world_size)) for config in shallow]
+    blocks[0] += _IMPORT_BLOCKS
+    later = most * _total_blocks(found) / len(found)  # it is not known yet which
+    simulator.announce(f"measuring blocks for at most {most} of {len(found)} layouts", sum(blocks) + later)
+    simulations = simulator.run([(config, 0) for config in shallow], blocks)
+    costs = [
+        _cost(config, simulation, simulator.hardware) for config, simulation in zip(shallow, simulations, strict=True)
+    ]
     return {
         family: (twice - once) / depth for family, once, twice in zip(families, costs[::2], costs[1::2], strict=True)
     }
@@ -144,7 +156,7 @@ def _likely_memory(candidate: Candidate, block_bytes: float) -> float:
     state, _ = minimum_memory(config, resolved, resolved.num_trained // per_rank, frozen // per_rank)
     # Warm-up microbatches of 1F1B and of interleaved 1F1B (Narayanan et al. 2021).
     in_flight = dims.pp if stages == 1 else ((stages + 1) * dims.pp - 1) / stages
-    activations = block_bytes * _blocks_per_rank(resolved) * min(in_flight, resolved.grad_accum)
+    activations = block_bytes * blocks_per_rank(resolved) * min(in_flight, resolved.grad_accum)
     hidden = math.prod(resolved.hidden_shape) * DTYPES[config.training.compute_dtype].itemsize
     received = hidden * resolved.grad_accum * (2 * stages - 1) * (dims.pp > 1)
     return state + activations + received
@@ -153,19 +165,15 @@ def _likely_memory(candidate: Candidate, block_bytes: float) -> float:
 def _likely_speed(candidate: Candidate, block_s: float) -> float:
     """Return the likely number of tokens per second."""
     resolved, training = candidate.resolved, candidate.config.training
-    computing = block_s * _blocks_per_rank(resolved) * resolved.grad_accum
+    computing = block_s * blocks_per_rank(resolved) * resolved.grad_accum
     idle = pipeline_bubble(candidate.config.parallel, resolved.grad_accum)
     return training.global_batch_size * training.seq_len / computing * (1 - idle)
 
 
-def _blocks_per_rank(resolved: ResolvedRun) -> float:
-    return sum(len(stage.blocks) for stage in resolved.stages) / resolved.dims.pp
-
-
-def ranked(found: Sequence[Candidate], hardware: Hardware) -> list[tuple[float, bool, Candidate]]:
+def ranked(found: Sequence[Candidate], simulator: "_Simulator", most: int) -> list[tuple[float, bool, Candidate]]:
     """Return (likely tokens per second, whether it is likely tight, candidate) for each candidate that probably fits. Those that
-    are likely tight come last, and faster ones come before slower ones."""
-    costs = _block_costs(found, hardware)
+    are likely tight come last, and faster ones come before slower ones. most: as in `_block_costs`."""
+    costs, hardware = _block_costs(found, simulator, most), simulator.hardware
     likely = []
     for candidate in found:
         block_bytes, block_s = costs[_family(candidate)].tolist()
@@ -176,32 +184,76 @@ def ranked(found: Sequence[Candidate], hardware: Hardware) -> list[tuple[float, 
     return sorted(likely, key=lambda entry: (entry[1], -entry[0]))
 
 
+# ---------------------------------------------------------------- search
+
+
+class _Simulator:
+    """Runs the simulations of a search and shows their progress, in blocks that are simulated (`num_blocks`)."""
+
+    def __init__(self, hardware: Hardware, bar: Progress):
+        self.hardware, self.bar = hardware, bar
+
+    def announce(self, what: str, remaining: float) -> None:
+        """Show what the next simulations are for. remaining: number of blocks that the search has yet to simulate."""
+        self.bar.total = self.bar.n + round(remaining)
+        self.bar.set_description(what)
+
+    def run(self, jobs: Sequence[tuple[Config, int]], blocks: Sequence[int]) -> list[Simulation]:
+        """Simulate pairs (configuration, rank). blocks: number of blocks of each simulation."""
+        hardware, simulations = self.hardware, []
+        found = simulate_each(jobs, hardware.world_size, hardware.is_gpu, lambda: self.bar.update(0))
+        for count, simulation in zip(blocks, found, strict=True):
+            simulations.append(simulation)
+            self.bar.update(count)
+        return simulations
+
+    def estimates(self, batch: Sequence[Candidate]) -> list[RunEstimate]:
+        jobs = [(candidate, rank) for candidate in batch for rank in representative_ranks(candidate.resolved)]
+        blocks = [num_blocks(candidate.config, candidate.resolved) for candidate, _ in jobs]
+        simulations = iter(self.run([(candidate.config, rank) for candidate, rank in jobs], blocks))
+        of_ranks = [[next(simulations) for _ in representative_ranks(c.resolved)] for c in batch]
+        return [RunEstimate(c.config, c.resolved, s, self.hardware) for c, s in zip(batch, of_ranks, strict=True)]
+
+
+def _total_blocks(found: Sequence[Candidate]) -> int:
+    return sum(num_blocks(c.config, c.resolved) * len(representative_ranks(c.resolved)) for c in found)
+
+
 def search(
     config: Config, hardware: Hardware, max_candidates: int
 ) -> Iterator[tuple[int, list[tuple[Candidate, RunEstimate]]]]:
     """Yield the number of legal layouts and the candidates that are simulated so far, with their estimates. The configured layout
     and the layouts that are probably the best are simulated. Layouts that leave the margin come first, then those that only fit.
-    Faster layouts come before slower ones."""
+    Faster layouts come before slower ones. Raises ConfigError if no layout can run, or if none is likely to fit."""
     found = candidates(config, hardware)
     if not found:
         resolve(without_compiler(config), hardware.world_size)  # raises the reason
         raise ConfigError("", f"no parallel layout can run on {hardware.world_size} ranks")
-    likely = ranked(found, hardware)
+    with progress(None, " blocks", "") as bar:
+        yield from _search(config, found, max_candidates, _Simulator(hardware, bar))
+
+
+def _search(
+    config: Config, found: Sequence[Candidate], max_candidates: int, simulator: _Simulator
+) -> Iterator[tuple[int, list[tuple[Candidate, RunEstimate]]]]:
+    likely = ranked(found, simulator, min(max_candidates, len(found)))
     with suppress(ConfigError):
-        resolved = resolve(without_compiler(config), hardware.world_size)
+        resolved = resolve(without_compiler(config), simulator.hardware.world_size)
         likely = [entry for entry in likely if entry[-1].config != config]
         likely.insert(0, (math.inf, False, Candidate({}, config, resolved)))
+    if not likely:
+        raise ConfigError("", f"none of the {len(found)} legal layouts is likely to fit")
     results: list[tuple[Candidate, RunEstimate]] = []
-    while likely and len(results) < max_candidates:
-        count = min(cores(), max_candidates - len(results))
-        batch, likely = [candidate for *_, candidate in likely[:count]], likely[count:]
-        jobs = [(candidate.config, rank) for candidate in batch for rank in representative_ranks(candidate.resolved)]
-        what = f"layouts {len(results) + 1} to {len(results) + len(batch)} of at most {max_candidates}"
-        simulations = iter(simulate(jobs, hardware.world_size, hardware.is_gpu, what))
-        for candidate in batch:
-            of_ranks = [next(simulations) for _ in representative_ranks(candidate.resolved)]
-            results.append((candidate, RunEstimate(candidate.config, candidate.resolved, of_ranks, hardware)))
+    while ahead := [candidate for *_, candidate in likely[: max_candidates - len(results)]]:
+        batch = ahead[: cores()]
+        last = len(results) + len(batch)
+        simulator.announce(
+            f"layouts {len(results) + 1} to {last} of at most {len(results) + len(ahead)}", _total_blocks(ahead)
+        )
+        results += zip(batch, simulator.estimates(batch), strict=True)
         best = max((e.tokens_per_second for _, e in results if e.fits and not e.is_tight), default=0.0)
         # A tight layout is simulated only if it is clearly faster than the best one with a margin.
-        likely = [entry for entry in likely if entry[0] > (best / _HOPELESS if entry[1] else _HOPELESS * best)]
+        likely = [
+            entry for entry in likely[len(batch) :] if entry[0] > (best / _HOPELESS if entry[1] else _HOPELESS * best)
+        ]
         yield len(found), sorted(results, key=lambda pair: pair[1].sort_key)

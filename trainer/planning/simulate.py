@@ -1,9 +1,11 @@
 """Simulation of one rank's training step with the trainer's own engine, fake tensors and a fake process group."""
 
 import gc
+import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,7 +20,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from trainer.batch import Batch
-from trainer.config import CompileConfig, Config, ParallelConfig
+from trainer.config import CompileConfig, Config, ConfigError, ParallelConfig
 from trainer.engine import Engine, build_model_parts, build_objective
 from trainer.parallel.attention import CPU_BACKEND
 from trainer.parallel.mesh import Meshes
@@ -47,6 +49,9 @@ _REFRESH_S = 1.0
 _MAX_SIMULATED = 4
 """Maximum number of microbatches that are simulated without a pipeline. If a step has more, the third represents all microbatches
 between the second and the last. The second cannot represent them, because FSDP runs one more all-gather in it."""
+
+_START_BLOCKS = 10
+"""Number of simulated blocks that take as long as the start of a simulation: about a second for Llama 3 8B."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,36 +91,56 @@ class Simulation:
         return sum(flops * count for (_, flops, _), count in self.op_costs.items())
 
 
-def simulate(
-    jobs: Sequence[tuple[Config, int]], world_size: int, on_gpu: bool, what: str = "simulating"
-) -> list[Simulation]:
-    """Simulate one step for each job. Each job runs in a new process. Otherwise DTensor would use the process groups that it
-    cached for the previous job.
+def simulate(jobs: Sequence[tuple[Config, int]], world_size: int, on_gpu: bool) -> list[Simulation]:
+    """Return the simulations of `simulate_each`, and show the progress."""
+    simulations = []
+    with progress(len(jobs), " simulations", "simulating") as bar:
+        for simulation in simulate_each(jobs, world_size, on_gpu, lambda: bar.update(0)):
+            simulations.append(simulation)
+            bar.update(1)
+    return simulations
+
+
+def simulate_each(
+    jobs: Sequence[tuple[Config, int]], world_size: int, on_gpu: bool, on_wait: Callable[[], object]
+) -> Iterator[Simulation]:
+    """Simulate one step for each job, and yield the results in order. Each job runs in a new process. Otherwise DTensor would use
+    the process groups that it cached for the previous job.
 
     Args:
         jobs: Pairs (configuration, rank).
         world_size: Number of ranks of the run.
         on_gpu: Whether to simulate the kernels and the allocator of a GPU.
-        what: What is simulated, for the progress bar.
+        on_wait: Called every second while no result is available.
+
+    Raises:
+        ConfigError: A process was killed.
     """
     processes = min(len(jobs), cores())
     context = start_fork_server(["trainer.planning.simulate"])
-    simulations = []
-    with (
-        ProcessPoolExecutor(processes, context, initializer=exit_with_parent, max_tasks_per_child=1) as pool,
-        progress(len(jobs), " simulations", what) as bar,
-    ):
+    with ProcessPoolExecutor(processes, context, initializer=exit_with_parent, max_tasks_per_child=1) as pool:
         try:
-            futures = [pool.submit(_simulate, job, world_size, on_gpu) for job in jobs]
-            for future in futures:
+            for future in [pool.submit(_simulate, job, world_size, on_gpu) for job in jobs]:
                 while not wait([future], timeout=_REFRESH_S).done:
-                    bar.update(0)
-                simulations.append(future.result())
-                bar.update(1)
-        except KeyboardInterrupt:
+                    on_wait()
+                yield future.result()
+        except (KeyboardInterrupt, GeneratorExit):
             pool.shutdown(wait=False, cancel_futures=True)  # otherwise the pool waits for the simulations in progress
             raise
-    return simulations
+        except BrokenProcessPool:
+            raise ConfigError("", "a process that simulates a rank was killed, possibly for lack of memory") from None
+
+
+def num_blocks(config: Config, resolved: ResolvedRun) -> int:
+    """Return how many blocks the simulation of a rank runs, over the microbatches of its two steps, and those that take as long
+    as its start. The simulation's duration is roughly proportional to this number."""
+    simulated = _num_simulated(config, resolved)
+    warm_up = simulated if resolved.dims.pp > 1 else min(simulated, 2)
+    return _START_BLOCKS + math.ceil(blocks_per_rank(resolved) * (warm_up + simulated))
+
+
+def blocks_per_rank(resolved: ResolvedRun) -> float:
+    return sum(len(stage.blocks) for stage in resolved.stages) / resolved.dims.pp
 
 
 def without_compiler(config: Config) -> Config:

@@ -3,9 +3,11 @@
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import cache
 from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.context import ForkServerContext
 
@@ -73,6 +75,25 @@ def start_fork_server(modules: Sequence[str]) -> ForkServerContext:
     limit_spinning()  # the server inherits it
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(modules))
-    with children_ignore_signals():
+    with children_ignore_signals(), _short_socket_paths():
         forkserver.ensure_running()
     return context
+
+
+@contextmanager
+def _short_socket_paths() -> Iterator[None]:
+    """Context manager in which multiprocessing makes sockets in its temporary folder under a short path. The path of a socket has
+    at most 107 characters, and TMPDIR may be longer."""
+    folder, options = util.get_temp_dir(), multiprocessing.current_process()._config
+    if sys.platform == "linux":
+        options["tempdir"] = f"/proc/self/fd/{_opened(folder)}"
+    try:
+        yield
+    finally:
+        options["tempdir"] = folder
+
+
+@cache
+def _opened(folder: str) -> int:
+    """Return a descriptor of a folder, which stays open: this process uses its path whenever it connects to a socket."""
+    return os.open(folder, os.O_PATH | os.O_CLOEXEC)

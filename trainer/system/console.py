@@ -149,8 +149,8 @@ class _ProgressLines:
         self.total = total
         self.unit = unit
         self.desc = desc
-        self.done = 0
-        self.started = self.shown = time.monotonic()
+        self.n = 0
+        self.started = self.shown = self.advanced = time.monotonic()
 
     def __enter__(self) -> "_ProgressLines":
         return self
@@ -158,21 +158,37 @@ class _ProgressLines:
     def __exit__(self, *error: object) -> None:
         pass
 
+    def set_description(self, desc: str) -> None:
+        self.desc = desc
+
     def update(self, n: int = 1) -> None:
-        self.done += n
         now = time.monotonic()
+        if n:
+            self.n += n
+            self.advanced = now
         if now - self.shown < _LINE_INTERVAL_S:
             return
         self.shown = now
-        sizes = (self.done,) if self.total is None else (self.done, self.total)
+        sizes = (self.n,) if self.total is None else (self.n, self.total)
         done = " of ".join(f"{size:,}" if size < 1000 else tqdm.format_sizeof(size) for size in sizes)
-        line = f"{self.desc}: {done} {self.unit.strip()}, {duration(now - self.started)}"
+        line = f"{self.desc}: {done} {self.unit.strip()}, {duration(now - self.started)}{self._left(now)}"
         with suppress(OSError):  # as in ConsoleHandler
             print(f"{time.strftime('%H:%M:%S')} {line}", file=sys.stderr, flush=True)
 
+    def _left(self, now: float) -> str:
+        """Return the remaining time as text. Between two advances, it decreases as time passes."""
+        if not self.n or self.total is None:
+            return ""
+        left_s = (self.advanced - self.started) * (self.total - self.n) / self.n - (now - self.advanced)
+        return f", about {duration(max(left_s, 0))} left"
 
-def progress(total: int | None, unit: str, desc: str) -> "tqdm | _ProgressLines":
-    """Return a context manager with a method `update(n)`: a progress bar on a terminal, otherwise lines.
+
+Progress = tqdm | _ProgressLines
+
+
+def progress(total: int | None, unit: str, desc: str) -> Progress:
+    """Return a context manager with a method `update(n)`: a progress bar on a terminal, otherwise lines. Its `n` (the number of
+    completed units), `total` and `set_description(desc)` are those of tqdm.
 
     Args:
         total: Number of units. None: unknown.
@@ -182,4 +198,6 @@ def progress(total: int | None, unit: str, desc: str) -> "tqdm | _ProgressLines"
     if not on_terminal() and _is_logging_rank():
         return _ProgressLines(total, unit, desc)
     tqdm.set_lock(_LOCK)
-    return tqdm(total=total, unit=unit, unit_scale=True, desc=desc, disable=not _is_logging_rank(), leave=False)
+    # Without smoothing, the remaining time follows from the mean rate: units may take different times.
+    options = {"unit_scale": True, "smoothing": 0, "disable": not _is_logging_rank(), "leave": False}
+    return tqdm(total=total, unit=unit, desc=desc, **options)
