@@ -16,7 +16,8 @@ import torch.nn.functional as F
 
 from models import MODELS
 from models.decoder import Decoder
-from models.sizes import shortest_period
+from models.moe import MixtureOfExperts
+from models.sizes import MixtureSizes, shortest_period
 from models.spec import ModelSpec, meta_model
 
 PAGE = ROOT / "docs" / "models.md"
@@ -46,7 +47,8 @@ def traits(model: Decoder) -> list[str]:
         "scaled scores": any(kind.scale is not None for kind in kinds),
         "soft-capped scores": any(kind.softcap is not None for kind in kinds),
         "soft-capped logits": model.output.softcap is not None,
-        "GeGLU": block.feed_forward.activation is not F.silu,
+        "GeGLU": getattr(block.feed_forward, "activation", F.silu) is not F.silu,
+        _experts(model): isinstance(block.feed_forward, MixtureOfExperts),
         "scaled embeddings": hasattr(model.tok_embeddings, "scale"),
         "scaled residual branches": hasattr(block, "multiplier"),
         "scaled logits": hasattr(model.output, "divisor"),
@@ -54,6 +56,11 @@ def traits(model: Decoder) -> list[str]:
         "a part of each head is rotated": getattr(model.sizes, "rotary_dim", attention.head_dim) < attention.head_dim,
     }
     return [name for name, present in names.items() if present]
+
+
+def _experts(model: Decoder) -> str:
+    sizes = model.sizes
+    return f"{sizes.experts_per_token} of {sizes.n_experts} experts" if isinstance(sizes, MixtureSizes) else ""
 
 
 def row(family: str, spec: ModelSpec) -> str:
