@@ -56,13 +56,15 @@ def run(config: Config, listener: SignalListener) -> int:
         if saved is None or not already_finished(config, saved.state):
             trainer = build_trainer(config, resolved, rank_device, saved)
             gc.collect()
-            gc.freeze()  # later collections do not visit imported objects, which takes 0.2 s, at another step on each rank
-            barrier()  # all ranks switch together, so that a signal to all of them ends all, or makes all save
+            # Later collections skip the imported objects. To visit them takes 0.2 s, at another step on each rank.
+            gc.freeze()
+            # Without the barrier, a signal could end the ranks that still build while the others save.
+            barrier()
             listener.react = trainer.stop.receive
             trainer.train()
     except ConfigError as error:
         distributed.print_once_per_node(config.explain(error))
-        release_if_empty(config.run.folder, lock)  # with the log, which tells only this
+        release_if_empty(config.run.folder, lock)  # the only line of its log is this error
         return 2
     except (TrainingDiverged, SaveFailed) as error:
         distributed.print_once_per_node(str(error))
@@ -89,8 +91,11 @@ def run_dry() -> NoReturn:
 
 
 def main(listener: SignalListener) -> None:
-    # The reaction changes: end (during imports); end with the children (from here on); save and stop (from the first step on);
-    # end silently (after a failure).
+    # Reactions to a signal, in order:
+    #   during imports: end
+    #   from here on: end with the children
+    #   from the first step on: save and stop
+    #   after a failure: end silently
     listener.react = partial(end_before_training, clean_up=end_children)
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent()  # no rank survives a launcher that is killed

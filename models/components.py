@@ -85,8 +85,8 @@ class CausalMask(nn.Module):
         self.window = window
 
     def forward(self, context: Context) -> Tensor | None:
-        """Return whether a row's token attends to a column's token, (seq, seq). None, if every token attends to all earlier
-        tokens, because the kernel is causal without a mask."""
+        """Return whether each token (row) attends to each token (column), (seq, seq), boolean. None if the window hides nothing:
+        without a mask, the kernel is causal."""
         seq = context.positions.shape[1]
         if self.window is None or self.window >= seq:
             return None

@@ -170,7 +170,8 @@ class Engine:
             microbatches: This rank's microbatches, with full sequences.
             lr: Learning rate.
             stop: Whether this rank was asked to stop.
-            on_before_update: Called before the parameters, the optimizer state and the guard's state are updated.
+            on_before_update: Called before the first change of the parameters, the optimizer state or the guard's state; with
+                in_backward twice, because backward changes the parameters, and `decide` the guard's state.
         """
         self.phases.start("reduction")
         self.optimizer.start_step(lr)

@@ -101,7 +101,8 @@ def save(
         group: Process group of the writers. None: a single rank.
 
     Raises:
-        SaveFailed: The checkpoint was not committed.
+        SaveFailed: A rank had a file system error. The checkpoint was not committed.
+        CheckpointException: Any other error, which is a bug.
     """
     rank = 0 if group is None else dist.get_rank(group)
     writer = storage.ShardWriter(staging_dir, partial(_commit, request, staging_dir))
@@ -116,6 +117,7 @@ def save(
         # The exception is raised after all ranks have finished writing, so no file appears after the removal.
         if rank == 0:
             shutil.rmtree(staging_dir, ignore_errors=True)
+        # An error of the file system is one line for the user. Anything else keeps its traceback.
         for failed_rank, (cause, _) in sorted(error.failures.items()):
             if isinstance(cause, OSError) and cause.strerror:
                 reason = f"rank {failed_rank}: {describe(cause)}"

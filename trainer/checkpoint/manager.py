@@ -112,7 +112,7 @@ class CheckpointManager:
             step=state.step,
             files={STATE_FILE: state.to_json().encode(), **self.files},
             metadata={**counts, **self.metadata},
-            keep=0 if suspect else self.config.keep,
+            keep=0 if suspect else self.config.keep,  # 0: delete nothing
             keep_interval_steps=self.config.keep_interval_steps,
             keep_best=self.best.step,
         )
@@ -120,8 +120,11 @@ class CheckpointManager:
         return results + self.poll()
 
     def poll(self) -> list[SaveResult]:
-        """Return the results of saves that have succeeded since the last call. A failed save raises SaveFailed if
-        checkpoint.on_failure is "stop", if it was the run's last save, or if the writer has died. Otherwise, log a warning."""
+        """Return the saves that have succeeded since the last call. A failed save is logged as a warning.
+
+        Raises:
+            SaveFailed: A save failed, and on_failure is "stop", the save was the run's last, or the writer has died.
+        """
         return self._check(self.writer.poll())
 
     def wait(self) -> list[SaveResult]:

@@ -77,7 +77,7 @@ class Step(ABC):
         """Return the head's result for a batch of sharded sequences, or None on a rank without the last stage."""
 
     def _sum(self, results: Sequence[Tensor | None], readout: Readout) -> Tensor:
-        """Return the sum over the microbatches and over all ranks, as a vector."""
+        """Return the sum over the microbatches and over loss_group, as a vector. PipelineStep adds the sum over the stages."""
         own = [result for result in results if result is not None]
         total = _total(own) if own else torch.zeros(readout.shape, device=self.phases.device)
         return sum_over(total.reshape(-1), self.loss_group)

@@ -14,10 +14,12 @@ from trainer.system import console
 
 WINDOW = 128
 """Number of most recent accepted steps. A spike is detected by comparison with their losses and gradient norms."""
-MANY_STEPS, _FIRST_STEPS = 100, 10
-"""Number of steps in a row whose losses are far above those of the first steps, when a run is said to diverge."""
+MANY_STEPS = 100
+"""Number of steps in a row with a loss far above the start, after which a run is said to diverge."""
+_FIRST_STEPS = 10
+"""Number of first steps, whose mean loss is the start."""
 _FAR_ABOVE = 0.5
-"""A loss is far above another if it exceeds it by this share of it, and by this number."""
+"""A loss is far above the start if it is more than 0.5 above it, and more than 50 % of it."""
 _MIN_HISTORY = 32
 """Minimum number of accepted steps before a step can count as a spike."""
 

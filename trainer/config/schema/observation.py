@@ -38,7 +38,7 @@ class EvaluationConfig:
     early_stopping_min_delta: Annotated[
         float, Constraint(min=0, max=1000, only_with="[evaluation] early_stopping_patience")
     ] = 0.0
-    """Decrease below the lowest loss so far that a falling loss must exceed."""
+    """A loss counts as fallen only if it is below the lowest one so far by more than this."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -53,6 +53,7 @@ class SampleOrder:
             for d in np.unique(dataset).tolist():
                 selected = dataset == d
                 epochs = epoch[selected]  # an array, because one call may span epochs
+                # A single dataset keeps the order that it had before runs could have several.
                 key = (self.seed, epochs, d) if d else (self.seed, epochs)
                 index[selected] = permute(index[selected], self.sizes[d], *key)
         return (index + np.cumsum([0, *self.sizes])[dataset]).reshape(cursor.shape)
@@ -153,8 +154,9 @@ def training_batches(
         batches = map(samples.__getitem__, indices)
     with explain_read_errors():
         for i, batch in enumerate(batches):
+            # Cursor positions identify samples in any layout.
             (offsets,) = partition.samples(np.array([i]))
-            batch = batch._replace(samples=torch.from_numpy(cursor + offsets))  # their cursor positions
+            batch = batch._replace(samples=torch.from_numpy(cursor + offsets))
             yield batch.map(Tensor.pin_memory) if pin_memory else batch
 
 
