@@ -68,8 +68,8 @@ def _losses_and_gradient(
         return losses, None
     scale = is_target * grad_losses
     logits *= scale / sums
-    # Gradient of the target's logit, p - 1, in fp32: bf16 rounds p near 1 to 1. If the target is on another rank, target_rows is 0
-    # and nothing is subtracted, so row 0 is rewritten with its own value.
+    # Gradient of the target's logit, p - 1, in fp32: bf16 rounds p near 1 to 1. If the target is on another rank, target_rows is
+    # 0 and nothing is subtracted, so row 0 is rewritten with its own value.
     target_gradients = own_target_logits.exp() * (scale / sums) - scale * is_on_rank
     if softcap is not None:
         slope = tanh.square_().neg_().add_(1)
