@@ -240,7 +240,7 @@ class SignalForwarder:
         threading.Thread(target=watch, daemon=True).start()
 
     def exit_code(self, error) -> int:
-        """Return the launcher's exit code after ranks have failed. Print the reason too, if the ranks did not live to print it."""
+        """Return the launcher's exit code after ranks have failed. Print the reason if the ranks did not live to print it."""
         rank, failure = error.get_first_failure()
         codes = [failure.exitcode for failure in error.failures.values()]
         if self.signal is not None:
