@@ -99,9 +99,9 @@ SERVICES = ["wandb", "mlflow", "trackio"]
 INSTALLED = [name for name in SERVICES if find_spec(name)]
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(scope="session", autouse=True)
 def environment(tmp_path_factory):
-    """Set variables that keep the services local, and return them."""
+    """Set variables that keep the services local, and return them. Trackio reads its folder once, when it is imported."""
     variables = {"WANDB_MODE": "offline", "TRACKIO_DIR": str(tmp_path_factory.mktemp("trackio"))}
     with pytest.MonkeyPatch.context() as patch:
         for name, value in variables.items():
@@ -115,7 +115,7 @@ def runs(ranks, tiny, tmp_path_factory, environment):
     folder = tmp_path_factory.mktemp("runs")
 
     def run(name, *flags, kill_before=0, failed_steps=()):
-        sinks = ["--metrics.sinks", ",".join(["jsonl", *INSTALLED]), "--metrics.project", name]
+        sinks = ["--metrics.sinks", ",".join(["jsonl", *INSTALLED]), "--metrics.project", f"{folder.name}-{name}"]
         if "mlflow" in INSTALLED:
             sinks += ["--metrics.mlflow_tracking_uri", f"sqlite:///{folder / name}.db"]
         argv = combine([*tiny, *FLAGS, *sinks, *in_folder(folder / name), *flags])
@@ -138,8 +138,8 @@ def read(request):
     folder = request.getfixturevalue("runs")
     read = {
         "wandb": lambda name: read_wandb(folder / name),
-        "mlflow": lambda name: read_mlflow(f"sqlite:///{folder / name}.db", name),
-        "trackio": read_trackio,
+        "mlflow": lambda name: read_mlflow(f"sqlite:///{folder / name}.db", f"{folder.name}-{name}"),
+        "trackio": lambda name: read_trackio(f"{folder.name}-{name}"),
     }[request.param]
     return lambda name: (recorded(folder / name), *read(name))
 
