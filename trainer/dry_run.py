@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from models.spec import meta_model
+from models.spec import meta_model, saved_weights
 from trainer.checkpoint.adapter import load_adapter
 from trainer.checkpoint.best import BestTracker
 from trainer.checkpoint.resume import ResumePoint, require_compatible
@@ -159,9 +159,8 @@ def _weights(config: Config, resolved: ResolvedRun, point: ResumePoint | None) -
     if not config.checkpoint.init_from:
         return origin
     model = meta_model(resolved.spec.model, resolved.sizes)
-    parameters = dict(model.named_parameters())
     weights = check_initial_weights(
-        config.checkpoint, resolved.spec, resolved.sizes, parameters, resolved.parameter_names
+        config.checkpoint, resolved.spec, resolved.sizes, saved_weights(model), resolved.weight_names
     )
     if config.lora.init_from and point is None:
         trained = resolved.trained.tensors(model)

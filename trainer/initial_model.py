@@ -104,14 +104,14 @@ class _Loaded:
 
 def _load_weights(config: Config, resolved: ResolvedRun, engine: Engine) -> _Loaded:
     """Give all parameters their initial values: drawn at random, or loaded from checkpoint.init_from and lora.init_from."""
-    lora, names = config.lora, resolved.parameter_names
+    lora, names = config.lora, resolved.weight_names
     loaded = names_loaded(config.checkpoint, names)
     engine.initialize(loaded=names | resolved.trained.names if lora.init_from else loaded)
     if not config.checkpoint.init_from:
         folder = "" if config.model.pretrained else config.model.huggingface
         only = f"; {folder} gives only the dimensions, and --from {folder} would load its weights too" if folder else ""
         return _Loaded(hashes={_INITIAL: None}, origin=f"random{only}")
-    weights = init_weights_from(config.checkpoint, resolved.spec, resolved.sizes, engine.parameters, names)
+    weights = init_weights_from(config.checkpoint, resolved.spec, resolved.sizes, engine.weights, names)
     weights_digest = weights.digest()
     adapter = ""
     if lora.init_from:
@@ -132,8 +132,8 @@ def _load_base(config: Config, resolved: ResolvedRun, engine: Engine) -> _Loaded
     """Load the base model, if the run trains adapters."""
     if config.lora.rank is None:
         return _Loaded(hashes={}, origin="")
-    names = resolved.parameter_names
-    weights = init_weights_from(config.checkpoint, resolved.spec, resolved.sizes, engine.parameters, names)
+    names = resolved.weight_names
+    weights = init_weights_from(config.checkpoint, resolved.spec, resolved.sizes, engine.weights, names)
     weights_digest = weights.digest()
     base, origin = _base_of(weights, weights_digest), _origin(weights, weights_digest)
     return _Loaded(hashes={_BASE: weights_digest}, origin=origin, base=base)

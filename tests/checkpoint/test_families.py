@@ -37,7 +37,8 @@ def test_a_folder_round_trips_and_loads_in_transformers(family, index, tmp_path)
     before, after = tensors_of(tmp_path / "in"), tensors_of(tmp_path / "out")
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
     assert json.loads((tmp_path / "out" / "generation_config.json").read_text()) == _GENERATION
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager")
+    eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", **eager)
     assert type(again) is type(original)
     assert again.config.eos_token_id == [2, 3]
     tokens = inputs()[0]
@@ -97,8 +98,8 @@ REFUSED = [
     ("ministral3", "rope_parameters", {"rope_type": "default"}, "llama_4_scaling_beta is missing"),
     ("ministral3", "rope_parameters", {"llama_4_scaling_beta": 0.1}, "original_max_position_embeddings is missing"),
     (
-        *("mistral", "model_type", "mixtral"),
-        f'model_type "mixtral": expected one of {", ".join({s.huggingface.model_type: 0 for s in reversed(MODELS.values())})}',
+        *("mistral", "model_type", "jamba"),
+        f'model_type "jamba": expected one of {", ".join({s.huggingface.model_type: 0 for s in reversed(MODELS.values())})}',
     ),
     ("mistral", "sliding_window", 0, "sliding_window 0 must be an integer from 1 to 2**24 or null"),
     ("smollm3", "no_rope_layers", [1, 1], "no_rope_layers must have one entry for each of the num_hidden_layers layers"),

@@ -16,7 +16,7 @@ from torch import Tensor
 from models import MODELS
 from models.huggingface import text_config, text_name
 from models.sizes import text_of
-from models.spec import ModelSpec, SizeError, meta_model
+from models.spec import ModelSpec, SizeError, meta_model, saved_weights
 from trainer.checkpoint import manifest
 from trainer.checkpoint.commit import Tensors, require_match
 from trainer.checkpoint.manifest import CorruptError, Manifest
@@ -141,17 +141,17 @@ def window_and_generation(folder: Path) -> tuple[int, dict[str, Any]]:
 
 
 def model_index(checkpoint: Path, spec: ModelSpec, sizes: Any) -> dict[str, TensorMetadata]:
-    """Return tensor name -> metadata of the model's parameters in a checkpoint. Raises CorruptError, or a ConfigError that lists
+    """Return tensor name -> metadata of the model's weights in a checkpoint. Raises CorruptError, or a ConfigError that lists
     the tensors that are not those of the model."""
     index = {name: stored for name, stored in read_index(checkpoint).items() if name.startswith("model/")}
-    parameters = {f"model/{name}": p for name, p in meta_model(spec.model, sizes).named_parameters()}
-    _require_parameters(checkpoint, index, parameters)
+    weights = {f"model/{name}": value for name, value in saved_weights(meta_model(spec.model, sizes)).items()}
+    _require_weights(checkpoint, index, weights)
     return index
 
 
-def _require_parameters(folder: Path, index: Mapping[str, TensorMetadata], parameters: Tensors) -> None:
-    unknown = [f"{name} is not a parameter of this model" for name in index if name not in parameters]
-    require_match(folder, index, parameters, cast=True, problems=unknown)
+def _require_weights(folder: Path, index: Mapping[str, TensorMetadata], weights: Tensors) -> None:
+    unknown = [f"{name} is not a parameter of this model" for name in index if name not in weights]
+    require_match(folder, index, weights, cast=True, problems=unknown)
 
 
 # ---------------------------------------------------------------- reading
@@ -209,10 +209,10 @@ def _text_names(stored: Collection[str]) -> dict[str, str]:
     return {inner: name for name in stored if (inner := text_name(name)) is not None}  # a multimodal model
 
 
-def _parameter_index(
+def _weight_index(
     folder: Path, spec: ModelSpec, sizes: Any, keys: Mapping[str, str], stored: Mapping[str, TensorMetadata]
 ) -> dict[str, TensorMetadata]:
-    """Return name of a parameter of this project -> dtype, shape and file.
+    """Return name of a parameter or buffer of this project -> dtype, shape and file.
 
     Args:
         folder: Folder of the model.
@@ -228,12 +228,12 @@ def _parameter_index(
     hf, model = spec.huggingface, meta_model(spec.model, sizes)
     # Old versions of transformers saved the rotary frequencies.
     stored = {name: stored[key] for name, key in keys.items() if not name.endswith("rotary_emb.inv_freq")}
-    parameters = dict(model.named_parameters())
+    parameters = saved_weights(model)
     expected = hf.join(parameters, sizes.head_dim)
     originals = {parameter: name for name, parameter in parameters.items()}
     tied = {hf.name(name): parameter for name, parameter in model.named_parameters(remove_duplicate=False)}
     tied = {name: parameter for name, parameter in tied.items() if name in stored.keys() - expected.keys()}
-    _require_parameters(folder, stored, expected | tied)
+    _require_weights(folder, stored, expected | tied)
     for name, parameter in tied.items():
         original = hf.name(originals[parameter])
         if not _are_equal(folder, [(keys[n], stored[n]) for n in (name, original)]):
@@ -273,7 +273,9 @@ class HfModelFolder:
     keys: Mapping[str, str]
     """Name of a tensor of the text model -> its name in the files."""
     index: Mapping[str, TensorMetadata]
-    """Name of a parameter of this project -> dtype, shape and file."""
+    """Name of a parameter or buffer of this project -> dtype, shape and file."""
+    ignored: Collection[str] = ()
+    """Modules that are not part of the model, although the files have their tensors."""
 
     @classmethod
     def open(cls, folder: Path, spec: ModelSpec | None = None) -> "HfModelFolder":
@@ -286,14 +288,25 @@ class HfModelFolder:
                 raise ConfigError("", f"{folder} {problem}")
             stored = _stored_tensors(folder)
             keys = _text_names(stored)
-            index = _parameter_index(folder, own, sizes, keys, stored)
-        return cls(folder=folder, config=config, spec=own, sizes=sizes, seq_len=seq_len, keys=keys, index=index)
+            ignored = [m for m in own.huggingface.ignored(config, sizes) if any(k.startswith(f"{m}.") for k in keys)]
+            keys = {name: key for name, key in keys.items() if not name.startswith(tuple(f"{m}." for m in ignored))}
+            index = _weight_index(folder, own, sizes, keys, stored)
+        return cls(
+            folder=folder,
+            config=config,
+            spec=own,
+            sizes=sizes,
+            seq_len=seq_len,
+            keys=keys,
+            index=index,
+            ignored=ignored,
+        )
 
     @cached_property
     def first_rows(self) -> Mapping[str, int]:
         """Return name of a matrix -> its first row in the stored tensor. See HuggingFace.name."""
         hf, model = self.spec.huggingface, meta_model(self.spec.model, self.sizes)
-        return hf.first_rows(hf.matrices(dict(model.named_parameters())))
+        return hf.first_rows(hf.matrices(saved_weights(model)))
 
     def content(self, name: str) -> bytes:
         """Return the content of a small file of the folder. Raises ConfigError."""

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from models import MODELS
+from models.moe import CorrectedRouter
 from models.sizes import text_of
-from models.spec import ModelSpec, ParallelPlan, SizeError, meta_model
+from models.spec import ModelSpec, ParallelPlan, SizeError, meta_model, saved_buffers, saved_weights
 from trainer.adapters.select import TrainedParameters, require_trained_vocabulary, select_parameters
 from trainer.checkpoint.adapter import PeftNames, require_peft_support
 from trainer.checkpoint.huggingface import read_architecture
@@ -35,8 +36,10 @@ class ResolvedRun:
     stages: list[Stage]
     hidden_shape: tuple[int, int, int]
     """Shape of the hidden state between blocks, on each rank: (batch, seq, dim)."""
-    parameter_names: frozenset[str]
-    """Names of the complete model's parameters. A parameter shared by two modules is listed once."""
+    weight_names: frozenset[str]
+    """Names of the complete model's parameters and saved buffers. A parameter shared by two modules is listed once."""
+    saved_names: frozenset[str]
+    """Names of the trained parameters and, without adapters, of the buffers: of what a checkpoint contains of the model."""
     num_parameters: int
     """Number of values of the complete model."""
     trained: TrainedParameters
@@ -88,6 +91,13 @@ def resolve(config: Config, world_size: int) -> ResolvedRun:
         require_peft_support(PeftNames(spec, sizes), trained.fully, "checkpoint.export_huggingface")
     stages = partition_blocks(model, plan, config.parallel)
     _check_stages(config, plan, stages, trained)
+    buffers = frozenset(saved_buffers(model))
+    if config.experts.bias_rate:
+        if not any(isinstance(module, CorrectedRouter) for module in model.modules()):
+            raise ConfigError("experts.bias_rate", f"has no effect, because the routers of {name} have no correction")
+        if config.lora.rank:
+            message = "must be 0 with [lora] rank: the correction belongs to the base model, which is frozen"
+            raise ConfigError("experts.bias_rate", message)
     tensors = trained.tensors(model).values()
     if config.optimizer.state_dtype == "8bit" and not any(map(quantization.is_quantizable, tensors)):
         message = f"8bit needs matrices with row lengths divisible by {quantization.BLOCK_SIZE}, but {name} has none"
@@ -103,7 +113,8 @@ def resolve(config: Config, world_size: int) -> ResolvedRun:
         dims=dims,
         stages=stages,
         hidden_shape=(training.local_batch_size, training.seq_len // sequence_shards, sizes.dim),
-        parameter_names=frozenset(name for name, _ in model.named_parameters()),
+        weight_names=frozenset(saved_weights(model)),
+        saved_names=trained.names | (buffers if config.lora.rank is None else frozenset()),
         compiled=compiled,
         grad_accum=training.global_batch_size // samples,
         num_parameters=sum(p.numel() for p in model.parameters()),
