@@ -1,7 +1,7 @@
 """DeepSeek-V3 (DeepSeek-AI 2024, arXiv:2412.19437) and Moonlight (Liu et al. 2025, arXiv:2502.16982), which has the same
-architecture: attention with compressed queries, keys and values, and mixtures of experts whose load is balanced by a correction of
-the router's scores. Dimensions: config.json of the published models. The head for multi-token prediction is not part of the model.
-"""
+architecture: attention with compressed queries, keys and values, and mixtures of experts whose load is balanced by a correction
+of the router's scores. Dimensions: config.json of the published models. The head for multi-token prediction is not part of the
+model."""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -44,7 +44,9 @@ class DeepSeekSizes(GroupedMixtureSizes):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.n_kv_heads != self.n_heads:
-            message = f"n_kv_heads {self.n_kv_heads} must be n_heads {self.n_heads}: each head has its own keys and values"
+            message = (
+                f"n_kv_heads {self.n_kv_heads} must be n_heads {self.n_heads}: each head has its own keys and values"
+            )
             raise SizeError(message, "n_kv_heads", "n_heads")
         sparse = self.all_sparse_layers
         if list(sparse) != sorted(sparse):
@@ -107,8 +109,8 @@ class LatentAttention(nn.Module):
         return self.attend(latents, context)
 
     def attend(self, latents: Tensor, context: Context) -> Tensor:
-        """Return the result of attention, (batch, seq, dim). latents: input of the queries' projection, compressed keys and values,
-        and rotated dims of the keys before their rotation, (batch, seq, sum of latent_dims)."""
+        """Return the result of attention, (batch, seq, dim). latents: input of the queries' projection, compressed keys and
+        values, and rotated dims of the keys before their rotation, (batch, seq, sum of latent_dims)."""
         q, kv, k_rope = latents.split(self.latent_dims, -1)
         # -1, not n_heads: under tensor parallelism a rank holds only its own heads.
         q = self.wq_b(self.wq(q)).unflatten(-1, (-1, self.head_dim))  # (batch, seq, local heads, head_dim)
@@ -198,7 +200,12 @@ DEEPSEEK_V3 = ModelSpec(
         sizes_type=DeepSeekSizes,
         # Other readers than transformers need the last three.
         fixed={"hidden_act": "silu", "scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1},
-        defaults={"n_routed_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 2048, "n_shared_experts": 1}
+        defaults={
+            "n_routed_experts": 256,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 2048,
+            "n_shared_experts": 1,
+        }
         | {"n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5, "q_lora_rank": 1536, "kv_lora_rank": 512}
         | {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "intermediate_size": 18432}
         | {"max_position_embeddings": 4096, "num_attention_heads": 128},

@@ -103,11 +103,11 @@ class HuggingFace:
     names: Mapping[str, str] = field(default_factory=lambda: NAMES)
     """Name of a module -> its name in Hugging Face's format. Modules of one name are stored as one tensor, in this order. The key
     of stacked matrices is the name of the parameter, and {} in its value is the index of the expert: each of its matrices is a
-    stored tensor. The matrix of expert 3 of the parameter `name` is called `name@3`. Another key that names a parameter or a buffer
-    instead of a module has the complete name as its value."""
+    stored tensor. The matrix of expert 3 of the parameter `name` is called `name@3`. Another key that names a parameter or a
+    buffer instead of a module has the complete name as its value."""
     ignored: Callable[[Config, Any], Collection[str]] = lambda config, sizes: ()
-    """Function (config.json, sizes) -> modules in Hugging Face's format that are not part of the model, but whose tensors may be in
-    its files."""
+    """Function (config.json, sizes) -> modules in Hugging Face's format that are not part of the model, but whose tensors may be
+    in its files."""
     omitted: Collection[str] = ()
     """Sizes that are no keys of this family's config.json. `read` returns them by their own names if they are not constant."""
     size_keys: Config = field(default_factory=dict)

@@ -285,7 +285,9 @@ class GroupedMixtureSizes(MixtureSizes):
             raise SizeError(message, "n_groups", "n_experts")
         size = self.n_experts // self.n_groups
         if size < 2:
-            message = f"n_experts {self.n_experts} / n_groups {self.n_groups} must be at least 2: the two best score a group"
+            message = (
+                f"n_experts {self.n_experts} / n_groups {self.n_groups} must be at least 2: the two best score a group"
+            )
             raise SizeError(message, "n_groups", "n_experts")
         if self.groups_per_token > self.n_groups:
             message = f"groups_per_token {self.groups_per_token} must be at most n_groups {self.n_groups}"

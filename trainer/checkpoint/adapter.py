@@ -293,6 +293,8 @@ class PeftNames:
         uses = [parameter for _, parameter in self.model.named_parameters(remove_duplicate=False)]
         for stored, group in self.hf.tensors(sorted(fully, key=layer_order)).items():
             name = group[0]
+            if self.hf.is_stack(name):
+                return f"{name} is stored as one tensor for each expert, and peft cannot train stacked tensors"
             if len(group) < len(self.groups[stored]):
                 return f"{name} is a part of {stored}, and peft cannot train a part of a tensor"
             if sum(use is self.parameters[name] for use in uses) > 1:

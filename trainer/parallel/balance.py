@@ -177,8 +177,8 @@ class Load:
 
     @torch.no_grad()
     def correct(self, skip: Tensor) -> None:
-        """Change the corrections of this rank's routers by the load of the last step, so that experts with less than the mean load
-        are chosen more often (Wang et al. 2024, arXiv:2408.15664). skip: a scalar; if true, nothing changes."""
+        """Change the corrections of this rank's routers by the load of the last step, so that experts with less than the mean
+        load are chosen more often (Wang et al. 2024, arXiv:2408.15664). skip: a scalar; if true, nothing changes."""
         if not self.bias_rate:
             return
         for layer, mixture in self.layers.items():

@@ -104,6 +104,7 @@ class Local(ParallelStyle):
         for name, parameter in module.named_parameters(recurse=False):
             sharded = distribute_tensor(parameter, mesh, [self.placement], src_data_rank=None)
             module.register_parameter(name, nn.Parameter(sharded, parameter.requires_grad))
+        module.gradient_placement = self.gradient  # adapters compute with local values too
         original = module.forward
 
         # See _Gather.

@@ -8,7 +8,7 @@ from typing import Any
 from models import MODELS
 from models.moe import CorrectedRouter
 from models.sizes import text_of
-from models.spec import ModelSpec, ParallelPlan, SizeError, meta_model, saved_buffers, saved_weights
+from models.spec import Model, ModelSpec, ParallelPlan, SizeError, meta_model, saved_buffers, saved_weights
 from trainer.adapters.select import TrainedParameters, require_trained_vocabulary, select_parameters
 from trainer.checkpoint.adapter import PeftNames, require_peft_support
 from trainer.checkpoint.huggingface import read_architecture
@@ -80,10 +80,7 @@ def resolve(config: Config, world_size: int) -> ResolvedRun:
         raise ConfigError("training.global_batch_size", f"must be a multiple of {factors} = {samples}")
     if dims.pp > 1:
         check_microbatches(config.parallel, training.global_batch_size // samples)
-    if not plan.has_experts:
-        for setting in fields(config.experts):
-            if getattr(config.experts, setting.name) != setting.default:
-                raise ConfigError(f"experts.{setting.name}", f"has no effect, because {name} has no experts")
+    _check_experts(config, model, plan, name)
     trained = select_parameters(model, plan, config.lora)
     if config.lora.rank and config.checkpoint.resize_embeddings:
         require_trained_vocabulary(model, plan, trained)
@@ -92,12 +89,6 @@ def resolve(config: Config, world_size: int) -> ResolvedRun:
     stages = partition_blocks(model, plan, config.parallel)
     _check_stages(config, plan, stages, trained)
     buffers = frozenset(saved_buffers(model))
-    if config.experts.bias_rate:
-        if not any(isinstance(module, CorrectedRouter) for module in model.modules()):
-            raise ConfigError("experts.bias_rate", f"has no effect, because the routers of {name} have no correction")
-        if config.lora.rank:
-            message = "must be 0 with [lora] rank: the correction belongs to the base model, which is frozen"
-            raise ConfigError("experts.bias_rate", message)
     tensors = trained.tensors(model).values()
     if config.optimizer.state_dtype == "8bit" and not any(map(quantization.is_quantizable, tensors)):
         message = f"8bit needs matrices with row lengths divisible by {quantization.BLOCK_SIZE}, but {name} has none"
@@ -125,6 +116,20 @@ def resolve(config: Config, world_size: int) -> ResolvedRun:
         shared=_values(config, lambda setting: not setting.constraint.per_node)
         | {"compile.enabled": compiled, "model.type": spec.huggingface.model_type, **dimensions},
     )
+
+
+def _check_experts(config: Config, model: Model, plan: ParallelPlan, name: str) -> None:
+    """Raise ConfigError if a setting of [experts] has no effect on the model. name: of the model."""
+    if not plan.has_experts:
+        for setting in fields(config.experts):
+            if getattr(config.experts, setting.name) != setting.default:
+                raise ConfigError(f"experts.{setting.name}", f"has no effect, because {name} has no experts")
+    if config.experts.bias_rate:
+        if not any(isinstance(module, CorrectedRouter) for module in model.modules()):
+            raise ConfigError("experts.bias_rate", f"has no effect, because the routers of {name} have no correction")
+        if config.lora.rank:
+            message = "must be 0 with [lora] rank: the correction belongs to the base model, which is frozen"
+            raise ConfigError("experts.bias_rate", message)
 
 
 def _check_stages(config: Config, plan: ParallelPlan, stages: list[Stage], trained: TrainedParameters) -> None:
