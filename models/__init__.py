@@ -1,5 +1,6 @@
 """The model families that a configuration can select by name."""
 
+from models.deepseek import DEEPSEEK_V3
 from models.gemma import GEMMA2, GEMMA3
 from models.granite import GRANITE3
 from models.llama import LLAMA2, LLAMA3, LLAMA3_1, LLAMA3_2
@@ -30,4 +31,5 @@ MODELS: dict[str, ModelSpec] = {
     "mixtral": MIXTRAL,
     "olmoe": OLMOE,
     "qwen3-moe": QWEN3_MOE,
+    "deepseek-v3": DEEPSEEK_V3,
 }

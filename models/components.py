@@ -1,6 +1,6 @@
 """Components of a decoder: norms, feed-forward layers, attention, embedding and output.
 
-A module states facts about itself in class variables that models/spec.py explains: TENSOR, INTO_RESIDUAL.
+A module states facts about itself in class variables that models/spec.py explains: TENSOR, BUFFERS, INTO_RESIDUAL.
 """
 
 from collections.abc import Callable

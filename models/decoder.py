@@ -100,7 +100,7 @@ class Decoder(nn.Module):
         """
         linear = sum(multiply_adds(self).values())
         pairs = sum(self.kinds[name].pairs(seq_len) for name in self.layer_kinds)
-        attention = 2 * self.sizes.n_heads * self.sizes.head_dim * pairs // seq_len
+        attention = self.sizes.n_heads * sum(self.sizes.head_widths) * pairs // seq_len
         return 3 * 2 * (linear + attention)
 
     def plan(self) -> ParallelPlan:
@@ -115,7 +115,8 @@ class Decoder(nn.Module):
             tied=tied,
             tensor=self.TENSOR,
             tp_divisible=("n_heads", "n_kv_heads")
-            + ("hidden_dim",) * any(isinstance(m, FeedForward) for m in self.modules()),
+            + ("hidden_dim",) * any(isinstance(layer.feed_forward, FeedForward) for layer in self.layers.values())
+            + ("shared_dim",) * any(m.shared is not None for m in self.modules() if isinstance(m, MixtureOfExperts)),
             has_experts=any(isinstance(m, MixtureOfExperts) for m in self.modules()),
             attention="attention.core",
             masks="masks",

@@ -103,7 +103,11 @@ class HuggingFace:
     names: Mapping[str, str] = field(default_factory=lambda: NAMES)
     """Name of a module -> its name in Hugging Face's format. Modules of one name are stored as one tensor, in this order. The key
     of stacked matrices is the name of the parameter, and {} in its value is the index of the expert: each of its matrices is a
-    stored tensor. The matrix of expert 3 of the parameter `name` is called `name@3`."""
+    stored tensor. The matrix of expert 3 of the parameter `name` is called `name@3`. Another key that names a parameter or a
+    buffer instead of a module has the complete name as its value."""
+    ignored: Callable[[Config, Any], Collection[str]] = lambda config, sizes: ()
+    """Function (config.json, sizes) -> modules in Hugging Face's format that are not part of the model, but whose tensors may be
+    in its files."""
     omitted: Collection[str] = ()
     """Sizes that are no keys of this family's config.json. `read` returns them by their own names if they are not constant."""
     size_keys: Config = field(default_factory=dict)
@@ -118,7 +122,7 @@ class HuggingFace:
     def is_stack(self, parameter: str) -> bool:
         """Return whether a parameter is a stack of matrices that are stored one by one."""
         _, module, leaf = _split(parameter)
-        return f"{module}.{leaf}" in self.names
+        return "{}" in self.names.get(f"{module}.{leaf}", "")
 
     def matrices(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the parameters by name, with the matrices of a stack as `name@expert`."""
@@ -134,8 +138,9 @@ class HuggingFace:
         parameter, _, expert = matrix.partition("@")
         prefix, module, leaf = _split(parameter)
         if expert:
-            module, leaf = f"{module}.{leaf}", "weight"
-        stored = f"{self.names[module].format(expert)}.{leaf}"
+            stored = f"{self.names[f'{module}.{leaf}'].format(expert)}.weight"
+        else:
+            stored = self.names.get(f"{module}.{leaf}") or f"{self.names[module]}.{leaf}"
         return f"model.{prefix}{stored}" if prefix else stored
 
     def tensors(self, matrices: Iterable[str]) -> dict[str, list[str]]:

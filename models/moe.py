@@ -3,15 +3,17 @@
 No token is dropped, so a token's result does not depend on the other tokens of its batch.
 """
 
-from typing import ClassVar, NamedTuple
+from collections.abc import Callable
+from typing import ClassVar, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from models.components import FeedForward
 from models.context import Context
 from models.grouped import grouped_product
-from models.sizes import MixtureSizes
+from models.sizes import GroupedMixtureSizes, MixtureSizes
 
 
 class Routing(NamedTuple):
@@ -50,6 +52,49 @@ class Router(nn.Module):
         best, order = scores.sort(dim=-1, descending=True, stable=True)
         weights, experts = (t[..., : self.experts_per_token] for t in (best, order))
         return Routing(weights / weights.sum(-1, keepdim=True) if self.normalize else weights, experts, scores, logits)
+
+
+class CorrectedRouter(Router):
+    """Chooses the experts of each token by sigmoid scores plus a correction of each expert, which balances the load without a
+    loss (DeepSeek-AI 2024, "DeepSeek-V3", arXiv:2412.19437). The weights do not depend on the correction.
+
+    Experts are chosen from the best groups. The two best experts of a group score it.
+    """
+
+    BUFFERS: ClassVar = {"correction": 0.0}
+
+    def __init__(self, sizes: GroupedMixtureSizes):
+        super().__init__(sizes)
+        self.n_groups, self.groups_per_token = sizes.n_groups, sizes.groups_per_token
+        self.scale = sizes.weight_scale
+        self.register_buffer("correction", torch.zeros(sizes.n_experts, dtype=torch.float32))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Apply a function such as a conversion to the parameters and buffers. The correction stays fp32: in bf16 its steps
+        would vanish."""
+        exact = self.correction
+        super()._apply(fn, recurse)
+        if self.correction.dtype != exact.dtype:
+            self.correction = exact.to(self.correction.device)
+        return self
+
+    def forward(self, x: Tensor) -> Routing:
+        """See Router. x: (batch, seq, dim)."""
+        logits = F.linear(x.float(), self.weight.float())  # (batch, seq, experts)
+        scores = logits.sigmoid()
+        order = self._among_best_groups(scores + self.correction).argsort(dim=-1, descending=True, stable=True)
+        experts = order[..., : self.experts_per_token]
+        weights = scores.gather(-1, experts)
+        if self.normalize:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        return Routing(weights * self.scale, experts, scores / scores.sum(-1, keepdim=True), logits)
+
+    def _among_best_groups(self, scores: Tensor) -> Tensor:
+        """Return the scores, with -inf in place of those outside the best groups. scores: (batch, seq, experts)."""
+        grouped = scores.unflatten(-1, (self.n_groups, -1))
+        best = grouped.topk(2, dim=-1).values.sum(-1).argsort(dim=-1, descending=True, stable=True)
+        excluded = torch.ones_like(best, dtype=torch.bool).scatter(-1, best[..., : self.groups_per_token], False)
+        return grouped.masked_fill(excluded[..., None], float("-inf")).flatten(-2)
 
 
 class Experts(nn.Module):
@@ -92,18 +137,26 @@ class Unbalanced(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """A router and its experts. The result of a token is the sum of its experts' results, times their weights."""
+    """A router and its experts. The result of a token is the sum of its experts' results, times their weights. Shared experts are
+    a feed-forward layer whose result is added."""
 
-    def __init__(self, sizes: MixtureSizes):
+    def __init__(self, sizes: MixtureSizes, router: Router | None = None, shared: FeedForward | None = None):
+        """router: None: built from the sizes. shared: None: no shared experts."""
         super().__init__()
-        self.router = Router(sizes)
+        self.router = router or Router(sizes)
         self.experts = Experts(sizes.n_experts, sizes.dim, sizes.expert_dim, sizes.experts_per_token)
         self.exchange = LocalExchange()
         self.balance = Unbalanced()
+        self.shared = shared
         self.n_experts = sizes.n_experts
 
     def forward(self, x: Tensor, context: Context | None = None) -> Tensor:
         """x: (batch, seq, dim)."""
+        routed = self.routed(x, context)
+        return routed if self.shared is None else routed + self.shared(x)
+
+    def routed(self, x: Tensor, context: Context | None) -> Tensor:
+        """Return the results of the experts that the router chooses. x: (batch, seq, dim)."""
         routing = self.router(x)
         weights = self.balance(routing, context)  # (batch, seq, experts per token)
         slots = routing.experts.flatten()  # one slot for each token and each of its experts

@@ -95,10 +95,10 @@ class YarnRope(Rope):
         if self.attention_factor is not None:
             return self.attention_factor
         if self.mscale and self.mscale_all_dim:
-            return self._amplitude(self.mscale) / self._amplitude(self.mscale_all_dim)
-        return self._amplitude(1.0)
+            return self.amplitude_of(self.mscale) / self.amplitude_of(self.mscale_all_dim)
+        return self.amplitude_of(1.0)
 
-    def _amplitude(self, mscale: float) -> float:
+    def amplitude_of(self, mscale: float) -> float:
         return 0.1 * mscale * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
 
 

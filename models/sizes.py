@@ -117,6 +117,11 @@ class Sizes:
         values = {f.name: getattr(self, f"rope_{f.name}") for f in fields(rope) if f.name != "dim"}
         return rope(dim=self.rotary_dim, **values)
 
+    @property
+    def head_widths(self) -> tuple[int, int]:
+        """Width of a head's queries and keys, and of its values."""
+        return self.head_dim, self.head_dim
+
     def kinds(self) -> dict[str, LayerKind]:
         """Return name -> kind of layer."""
         return {"full": LayerKind(rope=self.rope())}
@@ -259,6 +264,50 @@ class MixtureSizes(DecoderSizes):
     @property
     def all_sparse_layers(self) -> tuple[bool, ...]:
         return repeated(self.sparse_layers, self.n_layers)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupedMixtureSizes(MixtureSizes):
+    """Sizes of a family whose router chooses groups of experts first, and whose layers have shared experts."""
+
+    normalize_weights: bool = True
+    expert_hidden_dim: int
+    """Width of an expert."""
+    n_shared_experts: int
+    """Number of experts that all tokens are sent to. They are computed as one feed-forward layer."""
+    n_groups: int = 1
+    groups_per_token: int = 1
+    """Number of groups from which the experts of a token are chosen."""
+    weight_scale: float = 1.0
+    """Factor of the weights of a token's experts."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.n_experts % self.n_groups:
+            message = f"n_groups {self.n_groups} must divide n_experts {self.n_experts}"
+            raise SizeError(message, "n_groups", "n_experts")
+        size = self.n_experts // self.n_groups
+        if size < 2:
+            message = (
+                f"n_experts {self.n_experts} / n_groups {self.n_groups} must be at least 2: the two best score a group"
+            )
+            raise SizeError(message, "n_groups", "n_experts")
+        if self.groups_per_token > self.n_groups:
+            message = f"groups_per_token {self.groups_per_token} must be at most n_groups {self.n_groups}"
+            raise SizeError(message, "groups_per_token", "n_groups")
+        if self.experts_per_token > self.groups_per_token * size:
+            message = f"experts_per_token {self.experts_per_token} must be at most {self.groups_per_token * size}, the number of"
+            message = f"{message} experts in groups_per_token {self.groups_per_token} groups"
+            raise SizeError(message, "experts_per_token", "groups_per_token", "n_groups", "n_experts")
+
+    @property
+    def expert_dim(self) -> int:
+        return self.expert_hidden_dim
+
+    @property
+    def shared_dim(self) -> int:
+        """Width of the shared experts together."""
+        return self.n_shared_experts * self.expert_dim
 
 
 DEBUG = dict(dim=128, n_layers=4, n_heads=8, n_kv_heads=4, head_dim=24, hidden_dim=352, vocab_size=2048)

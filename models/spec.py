@@ -62,6 +62,25 @@ def multiply_adds(model: nn.Module) -> dict[str, int]:
     return counts
 
 
+def saved_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Return name -> buffer that belongs to the model's state, as its parameters do. A module declares these buffers in BUFFERS,
+    a dict: name -> initial value of all elements. They are saved, loaded and exported in their own dtype, which Module.to does
+    not change. Raises TypeError if a buffer is not declared: it is unknown whether it must be saved or how it starts."""
+    buffers = {}
+    for name, buffer in model.named_buffers():
+        owner, _, leaf = name.rpartition(".")
+        if leaf not in getattr(model.get_submodule(owner), "BUFFERS", {}):
+            raise TypeError(f"{name}: {type(model.get_submodule(owner)).__name__} must declare this buffer in BUFFERS")
+        buffers[name] = buffer
+    return buffers
+
+
+def saved_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Return name -> parameter or buffer (see saved_buffers). Together they are the weights of a model. A parameter that is
+    shared by two modules is listed once."""
+    return dict(model.named_parameters()) | saved_buffers(model)
+
+
 class SizeError(ValueError):
     """Invalid dimensions of a model."""
 

@@ -182,11 +182,12 @@ def _first_state(resolved: ResolvedRun, text: TextFormat, datasets: Datasets, in
 def _attention_kernels(config: Config, resolved: ResolvedRun, device: torch.device) -> str:
     """Return the names of the attention kernels, separated by commas."""
     sizes, dims, seq_len = resolved.sizes, resolved.dims, config.training.seq_len
-    q = 1, sizes.n_heads // dims.tp, seq_len // dims.cp, sizes.head_dim
-    k = 1, sizes.n_kv_heads // dims.tp, seq_len, sizes.head_dim
+    width, v_width = sizes.head_widths
+    q = 1, sizes.n_heads // dims.tp, seq_len // dims.cp, width
+    k, v = ((1, sizes.n_kv_heads // dims.tp, seq_len, w) for w in (width, v_width))
     dtype, by_document = devices.DTYPES[config.training.compute_dtype], config.data.document_mask
     kinds = resolved.plan.kinds.values()
-    return ", ".join(dict.fromkeys(kernel_name(kind, (q, k), dims.cp, by_document, dtype, device) for kind in kinds))
+    return ", ".join(dict.fromkeys(kernel_name(kind, (q, k, v), dims.cp, by_document, dtype, device) for kind in kinds))
 
 
 def _build_stragglers(
@@ -214,7 +215,7 @@ def _build_checkpoints(
         best=BestTracker(config.evaluation, datasets.evaluation_names.get(config.evaluation.keep_best_on, "")),
         writer=writer,
         steps=config.training.steps,
-        stored_names={f"{group}/{name}" for group in ("model", "optimizer") for name in resolved.trained.names},
+        stored_names={f"{group}/{name}" for group in ("model", "optimizer") for name in resolved.saved_names},
         files=files,
         metadata=versions() | {"config": digest(files["config.toml"])},
     )

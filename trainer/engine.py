@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from models.spec import saved_weights
 from trainer.adapters.apply import apply_lora
 from trainer.batch import Batch
 from trainer.config import Config
@@ -112,8 +113,11 @@ class Engine:
         self.model_parts = model_parts
         parameter_device = torch.device("cpu") if config.parallel.cpu_offload else device
         for part in model_parts.values():
-            allocate(part, parameter_device)
+            allocate(part, parameter_device, device)
         self.parameters = {name: p for part in model_parts.values() for name, p in part.named_parameters()}
+        self.weights = {name: w for part in model_parts.values() for name, w in saved_weights(part).items()}
+        """The parameters and buffers of this rank by name."""
+        self.saved_names = resolved.saved_names
         model, training = next(iter(model_parts.values())), config.training
         self.gradient_sums: Mapping[Tensor, Tensor] = {}
         """Parameter -> sum of earlier microbatches' gradients, if neither FSDP nor p.grad holds it. The planner counts it."""
@@ -126,7 +130,7 @@ class Engine:
         if resolved.plan.has_experts:
             for part in model_parts.values():
                 apply_balance(part, config.experts, training.global_batch_size, meshes)
-            self.load = Load(model_parts.values(), resolved.sizes, device)
+            self.load = Load(model_parts.values(), resolved.sizes, config.experts, device)
         # After the accumulator: the optimizer's hooks of gradients must run after its own.
         self.optimizer = build_optimizer(self.parameters, config.optimizer, resolved.dims.ranks_per_stage)
         self.guard = StabilityGuard(config.resilience, self.optimizer.device)
@@ -156,7 +160,7 @@ class Engine:
         )
 
     def initialize(self, loaded: Collection[str]) -> None:
-        """Draw the initial values of all parameters except those in `loaded`, whose values are loaded afterwards."""
+        """Set the initial values of all weights except those in `loaded`, whose values are loaded afterwards."""
         for part in self.model_parts.values():
             initialize(part, self.config.run.seed, loaded, self.config.lora)
         self.optimizer.sync_master_weights(state_loaded=False)
@@ -186,12 +190,14 @@ class Engine:
         on_before_update()
         skip, outcome = self.guard.decide(means["loss"], grad_norm, votes)
         self.optimizer.step(skip=skip)
+        if self.load is not None:
+            self.load.correct(skip)
         self.phases.start("other")
         return StepResult(outcome=outcome, num_terms=num_terms, means=means, routing=routing)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors that are saved in checkpoints, by their names in the checkpoint. The tensors are not copied. Frozen
         parameters are not saved."""
-        tensors = {f"model/{name}": p.detach() for name, p in self.parameters.items() if p.requires_grad}
+        tensors = {f"model/{name}": w.detach() for name, w in self.weights.items() if name in self.saved_names}
         tensors |= {f"optimizer/{name}": tensor for name, tensor in self.optimizer.state().items()}
         return tensors | {f"stability/{name}": tensor for name, tensor in self.guard.state().items()}

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from models.spec import meta_model
+from models.spec import meta_model, saved_weights
 from trainer.checkpoint.huggingface import TEXT_MODEL
 from trainer.checkpoint.initial_adapter import load_adapter
 from trainer.checkpoint.resume import ResumePoint, changed_settings, require_compatible
@@ -53,7 +53,7 @@ def open_weights(config: Config, resolved: ResolvedRun, point: ResumePoint | Non
 
 
 def _open(config: Config, resolved: ResolvedRun) -> WeightSource:
-    parameters = dict(meta_model(resolved.spec.model, resolved.sizes).named_parameters())
+    parameters = saved_weights(meta_model(resolved.spec.model, resolved.sizes))
     return open_initial_weights(config.checkpoint, resolved.spec, resolved.sizes, parameters)
 
 
@@ -125,14 +125,14 @@ class _Loaded:
 
 def _load_weights(config: Config, resolved: ResolvedRun, engine: Engine, weights: WeightSource | None) -> _Loaded:
     """Give all parameters their initial values: drawn at random, or loaded from checkpoint.init_from and lora.init_from."""
-    lora, names = config.lora, resolved.parameter_names
+    lora, names = config.lora, resolved.weight_names
     loaded = names_loaded(config.checkpoint, names)
     engine.initialize(loaded=names | resolved.trained.names if lora.init_from else loaded)
     if weights is None:
         folder = "" if config.model.pretrained else config.model.huggingface
         only = f"; {folder} gives only the dimensions, and --from {folder} would load its weights too" if folder else ""
         return _Loaded(hashes={_INITIAL: None}, origin=f"random{only}")
-    load_initial_weights(config.checkpoint, weights, engine.parameters, names)
+    load_initial_weights(config.checkpoint, weights, engine.weights, names)
     weights_digest = weights.digest()
     adapter = ""
     if lora.init_from:
@@ -153,7 +153,7 @@ def _load_base(config: Config, resolved: ResolvedRun, engine: Engine, weights: W
     """Load the base model, if the run trains adapters."""
     if weights is None:
         return _Loaded(hashes={}, origin="")
-    load_initial_weights(config.checkpoint, weights, engine.parameters, resolved.parameter_names)
+    load_initial_weights(config.checkpoint, weights, engine.weights, resolved.weight_names)
     weights_digest = weights.digest()
     base, origin = _base_of(weights, weights_digest), _origin(weights, weights_digest)
     return _Loaded(hashes={_BASE: weights_digest}, origin=origin, base=base)

@@ -15,8 +15,10 @@ if __name__ == "__main__":
 import torch.nn.functional as F
 
 from models import MODELS
+from models.components import FeedForward
 from models.decoder import Decoder
-from models.moe import MixtureOfExperts
+from models.deepseek import LatentAttention
+from models.moe import CorrectedRouter, MixtureOfExperts
 from models.sizes import MixtureSizes, shortest_period
 from models.spec import ModelSpec, meta_model
 
@@ -34,21 +36,26 @@ def traits(model: Decoder) -> list[str]:
     """Return the differences of the model from Llama. model: with the shortest sequence of layers that the model repeats."""
     block, kinds = model.layers["0"], model.kinds.values()
     attention, norm = block.attention, type(model.norm).__name__
+    is_latent, head_norm = isinstance(attention, LatentAttention), type(attention.q_norm).__name__
+    mixtures = [module for module in model.modules() if isinstance(module, MixtureOfExperts)]
     windowed = [name for name in model.layer_kinds if model.kinds[name].window is not None]
     names = {
         _BLOCKS.get(type(block).__name__, ""): type(block).__name__ in _BLOCKS,
         "norm weights start at zero": norm == "OffsetRMSNorm",
-        "biases of q, k and v": attention.wq.bias is not None,
-        _HEAD_NORMS.get(type(attention.q_norm).__name__, ""): type(attention.q_norm).__name__ in _HEAD_NORMS,
+        "compressed queries, keys and values": is_latent,
+        "biases of q, k and v": not is_latent and attention.wq.bias is not None,
+        _HEAD_NORMS.get(head_norm, ""): head_norm in _HEAD_NORMS and not is_latent,
         f"a window in {len(windowed)} of {len(model.layer_kinds)} layers": 0 < len(windowed) < len(model.layer_kinds),
         "a window in all layers": len(windowed) == len(model.layer_kinds),
         "layers without positional encoding": any(kind.rope is None for kind in kinds),
         "two positional encodings": len({kind.rope for kind in kinds} - {None}) > 1,
-        "scaled scores": any(kind.scale is not None for kind in kinds),
+        "scaled scores": any(kind.scale is not None for kind in kinds) and not is_latent,
         "soft-capped scores": any(kind.softcap is not None for kind in kinds),
         "soft-capped logits": model.output.softcap is not None,
-        "GeGLU": getattr(block.feed_forward, "activation", F.silu) is not F.silu,
-        _experts(model): isinstance(block.feed_forward, MixtureOfExperts),
+        "GeGLU": any(isinstance(m, FeedForward) and m.activation is not F.silu for m in model.modules()),
+        _experts(model): bool(mixtures),
+        "shared experts": any(m.shared is not None for m in mixtures),
+        "a correction of the routers' scores": any(isinstance(m.router, CorrectedRouter) for m in mixtures),
         "scaled embeddings": hasattr(model.tok_embeddings, "scale"),
         "scaled residual branches": hasattr(block, "multiplier"),
         "scaled logits": hasattr(model.output, "divisor"),
@@ -68,7 +75,8 @@ def row(family: str, spec: ModelSpec) -> str:
     published = [name for name in spec.sizes if name != "debug"]
     for name in published:
         sizes = spec.sizes[name]
-        sizes = replace(sizes, n_layers=len(shortest_period(sizes.layer_kinds)))
+        if not hasattr(sizes, "sparse_layers"):  # its first layers may be dense
+            sizes = replace(sizes, n_layers=len(shortest_period(sizes.layer_kinds)))
         for trait in traits(meta_model(spec.model, sizes)):
             having.setdefault(trait, []).append(name)
     texts = [t if names == published else f"{t} ({', '.join(names)})" for t, names in having.items()]

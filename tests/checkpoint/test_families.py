@@ -13,6 +13,7 @@ from models.huggingface import text_config
 from tests.models.families import CASES, SEQ, config_of, hf_model_of, inputs
 from trainer.checkpoint.export import HfExport
 from trainer.checkpoint.huggingface import HfModelFolder
+from trainer.checkpoint.weights import WeightSource
 from trainer.checkpoint.write_model import import_folder
 from trainer.config import ConfigError, ModelConfig
 from trainer.run.resolve import resolve_model
@@ -38,8 +39,8 @@ def test_a_folder_round_trips_and_loads_in_transformers(family, index, tmp_path)
     before, after = tensors_of(tmp_path / "in"), tensors_of(tmp_path / "out")
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
     assert json.loads((tmp_path / "out" / "generation_config.json").read_text()) == _GENERATION
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager")
-    again.config._experts_implementation = "eager"
+    eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", **eager)
     assert type(again) is type(original)
     assert again.config.eos_token_id == [2, 3]
     tokens = inputs()[0]
@@ -71,7 +72,52 @@ def test_the_text_model_of_a_model_of_several_modalities_is_read(prefix, tmp_pat
     assert torch.equal(again(tokens).logits, original(tokens).logits)
 
 
+def test_layers_for_multi_token_prediction_are_not_read_and_others_are_refused(tmp_path):
+    hf_model_of("deepseek-v3", 0).save_pretrained(tmp_path)
+    config = config_of("deepseek-v3", 0) | {"num_nextn_predict_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    extra = {"model.layers.4.eh_proj.weight": torch.ones(2), "model.layers.4.shared_head.norm.weight": torch.ones(2)}
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file(tensors | extra, tmp_path / "model.safetensors")
+    source = WeightSource.open(tmp_path, alone=True)
+    assert source.files() == "model.safetensors; not model.layers.4"
+    correction = source.rows("layers.1.feed_forward.router.correction", 0, 8)
+    assert torch.equal(correction, tensors["model.layers.1.mlp.gate.e_score_correction_bias"])
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 0}))
+    with pytest.raises(ConfigError, match=r"layers\.4\.eh_proj\.weight is not a parameter of this model"):
+        HfModelFolder.open(tmp_path)
+
+
+def test_an_export_in_bf16_keeps_the_correction_of_routers_exact(tmp_path):
+    hf_model_of("deepseek-v3", 0).save_pretrained(tmp_path / "in")
+    import_folder(HfModelFolder.open(tmp_path / "in"), "deepseek-v3", tmp_path / "ours", GIB, lambda count: None)
+    export = HfExport.open(tmp_path / "ours", torch.bfloat16)
+    export.write(tmp_path / "out", GIB, lambda count: None)
+    before, after = tensors_of(tmp_path / "in"), tensors_of(tmp_path / "out")
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    assert {key for key, t in after.items() if t.dtype != torch.bfloat16} == {
+        key for key in after if key.endswith("e_score_correction_bias")
+    }
+    assert torch.equal(before[name], after[name])
+    assert export.num_bytes() == sum(t.nbytes for t in after.values())
+
+
 REFUSED = [
+    ("deepseek-v3", "n_group", 3, "n_group 3 must divide n_routed_experts 8"),
+    (
+        *("deepseek-v3", "num_experts_per_tok", 5),
+        "num_experts_per_tok 5 must be at most 4, the number of experts in topk_group 2 groups",
+    ),
+    ("deepseek-v3", "topk_method", "greedy", 'topk_method "greedy": this model supports only "noaux_tc"'),
+    ("deepseek-v3", "first_k_dense_replace", -1, "first_k_dense_replace -1 must be an integer from 0"),
+    (
+        *("deepseek-v3", "num_key_value_heads", 2),
+        "num_key_value_heads 2 must be num_attention_heads 4: each head has its own keys and values",
+    ),
+    (
+        *("deepseek-v3", "rope_parameters", {"rope_type": "linear", "factor": 2.0}),
+        'rope_type "linear": this model supports only default and yarn',
+    ),
     ("gemma2", "use_bidirectional_attention", True, "use_bidirectional_attention true: this model supports only false"),
     ("gemma3", "final_logit_softcapping", 30.0, "final_logit_softcapping 30.0: this model supports only null"),
     ("gemma3", "hidden_activation", "gelu", 'hidden_activation "gelu": this model supports only "gelu_pytorch_tanh"'),
@@ -99,8 +145,8 @@ REFUSED = [
     ("ministral3", "rope_parameters", {"rope_type": "default"}, "llama_4_scaling_beta is missing"),
     ("ministral3", "rope_parameters", {"llama_4_scaling_beta": 0.1}, "original_max_position_embeddings is missing"),
     (
-        *("mistral", "model_type", "falcon"),
-        f'model_type "falcon": expected one of {", ".join({s.huggingface.model_type: 0 for s in reversed(MODELS.values())})}',
+        *("mistral", "model_type", "jamba"),
+        f'model_type "jamba": expected one of {", ".join({s.huggingface.model_type: 0 for s in reversed(MODELS.values())})}',
     ),
     ("mistral", "sliding_window", 0, "sliding_window 0 must be an integer from 1 to 2**24 or null"),
     ("smollm3", "no_rope_layers", [1, 1], "no_rope_layers must have one entry for each of the num_hidden_layers layers"),

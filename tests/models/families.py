@@ -11,7 +11,7 @@ from transformers import core_model_loading
 from models import MODELS
 from models.context import Context
 from models.decoder import Decoder
-from models.spec import ModelSpec
+from models.spec import ModelSpec, saved_weights
 from trainer.testing.random_parameters import randomize
 
 SEQ = 33
@@ -32,6 +32,10 @@ _LLAMA3 = _ROPE | {
     **{"original_max_position_embeddings": 16},  # 8 * 16 exceeds the context window, as in Llama 3.2
 }
 _MINISTRAL = _YARN | {"llama_4_scaling_beta": 0.3, "mscale": 1.0, "mscale_all_dim": 0.7}
+_DEEPSEEK = {
+    **{"num_key_value_heads": 4, "kv_lora_rank": 20, "qk_nope_head_dim": 6, "qk_rope_head_dim": 8, "v_head_dim": 10},
+    **{"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1, "num_nextn_predict_layers": 0},
+}
 _TIED, _MHA = {"tie_word_embeddings": True}, {"num_key_value_heads": 4}
 _TYPES = ["full_attention", "sliding_attention"]
 
@@ -105,6 +109,22 @@ CONFIGS: dict[str, list[dict]] = {
             **{"mlp_only_layers": [0], "use_sliding_window": True, "sliding_window": 5},
         },
     ],
+    "deepseek-v3": [
+        _DEEPSEEK
+        | {"q_lora_rank": 12, "n_routed_experts": 8, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3}
+        | {"moe_intermediate_size": 24, "first_k_dense_replace": 1},
+        _DEEPSEEK
+        | {"q_lora_rank": None, "n_routed_experts": 6, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2}
+        | {"moe_intermediate_size": 40, "first_k_dense_replace": 0, "n_shared_experts": 2, "norm_topk_prob": False}
+        | {"routed_scaling_factor": 1.0, "rope_interleave": False, "attention_bias": True} | _TIED,
+        _DEEPSEEK
+        | {"q_lora_rank": 16, "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 1, "v_head_dim": 18}
+        | {"moe_intermediate_size": 20, "first_k_dense_replace": 2, "attention_bias": True}
+        | {"rope_parameters": _YARN | {"mscale": 0.7, "mscale_all_dim": 1.2, "beta_fast": 8.0}},
+        _DEEPSEEK
+        | {"q_lora_rank": None, "n_routed_experts": 4, "n_group": 2, "topk_group": 2, "num_experts_per_tok": 3}
+        | {"moe_intermediate_size": 24, "first_k_dense_replace": 3, "rope_parameters": _YARN},
+    ],
     "phi": [
         {"sliding_window": 9},
         {"num_attention_heads": 2, "rope_parameters": _LONG, "original_max_position_embeddings": 16} | _TIED,
@@ -139,9 +159,11 @@ def stored_tensors(model: transformers.PreTrainedModel, tensors: dict[str, torch
     return core_model_loading.revert_weight_conversion(model, tensors)
 
 
-def split_rows(spec: ModelSpec, model: Decoder, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the rows of each of our parameters. tensors: by the names in transformers' files."""
-    return spec.huggingface.split(tensors, dict(model.named_parameters()), model.sizes.head_dim)
+def split_rows(
+    spec: ModelSpec, model: Decoder, tensors: dict[str, torch.Tensor], ours: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Return the rows of each of our parameters or buffers. tensors: by the names in transformers' files."""
+    return spec.huggingface.split(tensors, ours, model.sizes.head_dim)
 
 
 def model_of(family: str, index: int) -> Decoder:
@@ -150,7 +172,7 @@ def model_of(family: str, index: int) -> Decoder:
     model = spec.model(spec.huggingface.sizes(config_of(family, index)).for_seq_len(SEQ))
     reference = hf_model_of(family, index)
     tensors = stored_tensors(reference, reference.state_dict())
-    model.load_state_dict(split_rows(spec, model, tensors), strict=False)
+    model.load_state_dict(split_rows(spec, model, tensors, saved_weights(model)), strict=False)
     return model
 
 

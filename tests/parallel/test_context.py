@@ -175,10 +175,12 @@ def mask_difference(kind):
 
 
 def test_the_name_of_the_attention_kernel():
-    shapes = (1, 4, 32, 16), (1, 2, 32, 16)
+    shapes = (1, 4, 32, 16), (1, 2, 32, 16), (1, 2, 32, 16)
     cpu, gpu = ((torch.float32, torch.device(name)) for name in ("cpu", "cuda"))
     assert kernel_name(FULL, shapes, 1, False, *cpu) == "flash_attention"
     assert kernel_name(FULL, shapes, 1, True, *gpu) == "flex_attention"
     assert kernel_name(LayerKind(softcap=2.0), shapes, 1, False, *cpu) == "math"
     assert kernel_name(LayerKind(window=8), shapes, 1, False, *gpu) == "flex_attention"
     assert kernel_name(LayerKind(window=32), shapes, 1, False, *cpu) == "flash_attention"
+    wider = (1, 4, 32, 24), (1, 4, 32, 24), (1, 4, 32, 16)
+    assert kernel_name(FULL, wider, 1, False, *cpu) == "math"  # flash attention needs values as wide as keys

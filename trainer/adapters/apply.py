@@ -13,6 +13,7 @@ from models.context import Context
 from trainer.adapters.select import LORA_A, LORA_B, TrainedParameters
 from trainer.config import LoraConfig
 from trainer.runtime.device import DTYPES
+from trainer.runtime.dtensor import to_local
 
 
 class AdapterDropout:
@@ -56,16 +57,18 @@ class AdapterDropout:
 
         return forward_with_keys
 
-    def __call__(self, x: Tensor, module_key: int, first_column: int) -> Tensor:
+    def __call__(self, x: Tensor, module_key: int, first_column: int, first_token: int = 0) -> Tensor:
         """Return the input of an adapter with some values dropped and the others scaled.
 
         Args:
-            x: (batch, seq, columns).
+            x: (batch, tokens, columns).
             module_key: Hash of the module's name.
             first_column: Index of the first column in the full input.
+            first_token: Index of the first token in the sequence of the keys.
         """
         columns = torch.arange(first_column, first_column + x.shape[-1], dtype=torch.int32, device=x.device)
-        hashes = _mix(self.keys[..., None] ^ _mix(columns + module_key))
+        keys = self.keys[:, first_token : first_token + x.shape[1], None]
+        hashes = _mix(keys ^ _mix(columns + module_key))
         return x * ((hashes & 0x7FFFFFFF) >= self.threshold) / self.kept
 
 
@@ -121,14 +124,20 @@ def _add_adapter(linear: nn.Linear, module_name: str, config: LoraConfig, dropou
             matrix = distribute_tensor(matrix, weight.device_mesh, [placement], src_data_rank=None)
         linear.register_parameter(name, nn.Parameter(matrix))
     module_key = _key_of(module_name)
+    # A replicated weight multiplies this rank's tokens: some of them, so that its gradients are partial, or all.
+    is_replicated = isinstance(weight, DTensor) and weight.placements[0].is_replicate()
+    splits_tokens = is_replicated and linear.gradient_placement.is_partial()
+    rank = weight.device_mesh.get_local_rank() if isinstance(weight, DTensor) else 0
 
     def forward(x: Tensor) -> Tensor:
         out = base(x)
-        hidden, a, b = (_local_factor(t) for t in (x, linear.lora_a, linear.lora_b))
+        local = to_local if is_replicated and not splits_tokens else _local_factor
+        hidden, a, b = (local(t) for t in (x, linear.lora_a, linear.lora_b))
         if dropout is not None and torch.is_grad_enabled():  # not in evaluation
-            is_split = isinstance(x, DTensor) and x.placements[0].is_shard(x.dim() - 1)
-            first_column = x.device_mesh.get_local_rank() * hidden.shape[-1] if is_split else 0
-            hidden = dropout(hidden, module_key, first_column)
+            splits_columns = isinstance(x, DTensor) and x.placements[0].is_shard(x.dim() - 1)
+            first_column = rank * hidden.shape[-1] if splits_columns else 0
+            first_token = rank * hidden.shape[1] if splits_tokens else 0
+            hidden = dropout(hidden, module_key, first_column, first_token)
         product = F.linear(F.linear(hidden, a) * scale, b)
         if isinstance(out, DTensor):  # a shard of the result, or a term of its sum over the ranks
             product = DTensor.from_local(product, out.device_mesh, out.placements, run_check=False)

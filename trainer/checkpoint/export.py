@@ -12,7 +12,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from models.spec import ModelSpec, meta_model
+from models.spec import ModelSpec, meta_model, saved_buffers, saved_weights
 from trainer.checkpoint import manifest
 from trainer.checkpoint.adapter import AdapterSource, is_adapter, open_weights
 from trainer.checkpoint.manifest import CorruptError
@@ -64,7 +64,10 @@ class HfExport:
         return self.weights.index
 
     def num_bytes(self) -> int:
-        return sum(torch.Size(stored.shape).numel() for stored in self.index.values()) * self.dtype.itemsize
+        return sum(
+            torch.Size(stored.shape).numel() * self._dtype(key.removeprefix("model/")).itemsize
+            for key, stored in self.index.items()
+        )
 
     def write(self, out: Path, shard_bytes: int, progress: Progress) -> None:
         """Write the export to `out`, with safetensors files of at most shard_bytes. Replaces `out`."""
@@ -82,9 +85,8 @@ class HfExport:
 
     def _write_weights(self, folder: Path, shard_bytes: int, progress: Progress) -> None:
         parameters = sorted((key.removeprefix("model/") for key in self.index), key=layer_order)
-        hf, model = self.spec.huggingface, meta_model(self.spec.model, self.sizes)
-        shapes = {name: model.get_parameter(name) for name in parameters}
-        stored = hf.tensors(hf.matrices(shapes))
+        hf, weights = self.spec.huggingface, saved_weights(meta_model(self.spec.model, self.sizes))
+        stored = hf.tensors(hf.matrices({name: weights[name] for name in parameters}))
         entries = [self._entry(name, group, progress) for name, group in stored.items()]
         groups = group_by_file(entries, shard_bytes)
         metadata = export_metadata(self.checkpoint)
@@ -99,7 +101,7 @@ class HfExport:
 
     def _entry(self, name: str, matrices: Sequence[str], progress: Progress) -> TensorWrite:
         """Return the tensor that contains the rows of these matrices, see HuggingFace.name. name: of the tensor."""
-        hf, head_dim = self.spec.huggingface, self.sizes.head_dim
+        hf, head_dim, dtype = self.spec.huggingface, self.sizes.head_dim, self._dtype(matrices[0])
 
         def read(matrix: str, start: int, stop: int) -> Tensor:
             return hf.reorder(matrix, self.weights.rows(matrix, start, stop), head_dim)
@@ -107,10 +109,15 @@ class HfExport:
         def pieces() -> Iterator[Tensor]:
             for matrix, shape in zip(matrices, shapes, strict=True):
                 group = head_dim if hf.is_permuted(matrix) else 1
-                yield from read_in_chunks(partial(read, matrix), shape, self.dtype, group, progress)
+                yield from read_in_chunks(partial(read, matrix), shape, dtype, group, progress)
 
         shapes = [self._shape(matrix) for matrix in matrices]
-        return TensorWrite(name, self.dtype, (sum(shape[0] for shape in shapes), *shapes[0][1:]), pieces)
+        return TensorWrite(name, dtype, (sum(shape[0] for shape in shapes), *shapes[0][1:]), pieces)
+
+    def _dtype(self, matrix: str) -> torch.dtype:
+        """Return the dtype of the exported tensor: buffers keep their own."""
+        buffer = saved_buffers(meta_model(self.spec.model, self.sizes)).get(matrix)
+        return self.dtype if buffer is None else buffer.dtype
 
     def _shape(self, matrix: str) -> tuple[int, ...]:
         parameter, _, expert = matrix.partition("@")

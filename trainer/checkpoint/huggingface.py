@@ -14,7 +14,7 @@ from torch import Tensor
 from models import MODELS
 from models.huggingface import text_config, text_name
 from models.sizes import text_of
-from models.spec import ModelSpec, meta_model
+from models.spec import ModelSpec, meta_model, saved_weights
 from trainer.checkpoint import manifest
 from trainer.checkpoint.manifest import CorruptError
 from trainer.checkpoint.model_metadata import GENERATION_CONFIG, ModelMetadata, require_parameters
@@ -99,10 +99,10 @@ def _text_names(stored: Collection[str]) -> dict[str, str]:
     return {inner: name for name in stored if (inner := text_name(name)) is not None}  # a multimodal model
 
 
-def _parameter_index(
+def _weight_index(
     folder: Path, spec: ModelSpec, sizes: Any, keys: Mapping[str, str], stored: Mapping[str, TensorMetadata]
 ) -> dict[str, TensorMetadata]:
-    """Return name of a parameter of this project -> dtype, shape and file.
+    """Return name of a parameter or buffer of this project -> dtype, shape and file.
 
     Args:
         folder: Folder of the model.
@@ -118,7 +118,7 @@ def _parameter_index(
     hf, model = spec.huggingface, meta_model(spec.model, sizes)
     # Old versions of transformers saved the rotary frequencies.
     stored = {name: stored[key] for name, key in keys.items() if not name.endswith("rotary_emb.inv_freq")}
-    parameters = dict(model.named_parameters())
+    parameters = saved_weights(model)
     expected = hf.join(parameters, sizes.head_dim)
     originals = {parameter: name for name, parameter in parameters.items()}
     every = model.named_parameters(remove_duplicate=False)
@@ -168,7 +168,9 @@ class HfModelFolder:
     keys: Mapping[str, str]
     """Name of a tensor of the text model -> its name in the files."""
     index: Mapping[str, TensorMetadata]
-    """Name of a parameter of this project -> dtype, shape and file."""
+    """Name of a parameter or buffer of this project -> dtype, shape and file."""
+    ignored: Collection[str] = ()
+    """Modules that are not part of the model, although the files have their tensors."""
 
     @classmethod
     def open(cls, folder: Path, spec: ModelSpec | None = None) -> "HfModelFolder":
@@ -181,7 +183,11 @@ class HfModelFolder:
                 raise ConfigError("", f"{folder} {problem}")
             stored = _stored_tensors(folder)
             keys = _text_names(stored)
-            index = _parameter_index(folder, model.spec, model.sizes, keys, stored)
+            skipped = model.spec.huggingface.ignored(model.config, model.sizes)
+            ignored = [module for module in skipped if any(key.startswith(f"{module}.") for key in keys)]
+            prefixes = tuple(f"{module}." for module in ignored)
+            keys = {name: key for name, key in keys.items() if not name.startswith(prefixes)}
+            index = _weight_index(folder, model.spec, model.sizes, keys, stored)
         return cls(
             folder=folder,
             config=model.config,
@@ -190,6 +196,7 @@ class HfModelFolder:
             seq_len=model.seq_len,
             keys=keys,
             index=index,
+            ignored=ignored,
         )
 
     @property
@@ -201,7 +208,7 @@ class HfModelFolder:
     def first_rows(self) -> Mapping[str, int]:
         """Return name of a matrix -> its first row in the stored tensor. See HuggingFace.name."""
         hf, model = self.spec.huggingface, meta_model(self.spec.model, self.sizes)
-        return hf.first_rows(hf.matrices(dict(model.named_parameters())))
+        return hf.first_rows(hf.matrices(saved_weights(model)))
 
     def content(self, name: str) -> bytes:
         """Return the content of a small file of the folder. Raises ConfigError."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, get_origin, get_type_hints
 
 from models import MODELS
-from models.spec import ModelSpec, SizeError, meta_model
+from models.spec import ModelSpec, SizeError, meta_model, saved_weights
 from trainer.checkpoint import manifest
 from trainer.checkpoint.commit import Tensors, require_match
 from trainer.checkpoint.manifest import CorruptError
@@ -86,11 +86,11 @@ class ModelMetadata:
 
 
 def model_index(checkpoint: Path, spec: ModelSpec, sizes: Any) -> dict[str, TensorMetadata]:
-    """Return tensor name -> metadata of the model's parameters in a checkpoint. Raises CorruptError, or a ConfigError that lists
+    """Return tensor name -> metadata of the model's weights in a checkpoint. Raises CorruptError, or a ConfigError that lists
     the tensors that are not those of the model."""
     index = {name: stored for name, stored in read_index(checkpoint).items() if name.startswith("model/")}
-    parameters = {f"model/{name}": p for name, p in meta_model(spec.model, sizes).named_parameters()}
-    require_parameters(checkpoint, index, parameters)
+    weights = {f"model/{name}": value for name, value in saved_weights(meta_model(spec.model, sizes)).items()}
+    require_parameters(checkpoint, index, weights)
     return index
 
 

@@ -70,12 +70,13 @@ class WeightSource:
         raise not_a_model(folder)
 
     def files(self) -> str:
-        """Return which files of a model in Hugging Face's format are read, and which files with weights are not, or ""."""
+        """Return which files of a model in Hugging Face's format are read, and which files and modules with weights are not, or
+        ""."""
         if self.hf_folder is None:
             return ""
         files = sorted({chunk.file for stored in self.index.values() for chunk in stored.chunks})
         read = files[0] if len(files) == 1 else f"{len(files)} files, {files[0]} to {files[-1]}"
-        unread = ", ".join(unread_weights(self.folder))
+        unread = ", ".join([*unread_weights(self.folder), *self.hf_folder.ignored])
         return f"{read}{f'; not {unread}' if unread else ''}"
 
     def rows(self, matrix: str, start: int, stop: int) -> Tensor:

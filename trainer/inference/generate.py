@@ -31,13 +31,14 @@ class CachedAttention(nn.Module):
     contains at most twice as many tokens as the window."""
 
     def __init__(
-        self, kind: LayerKind, kv_heads: int, max_seq_len: int, head_dim: int, dtype: torch.dtype, device: torch.device
+        self, kind: LayerKind, kv_heads: int, max_seq_len: int, width: int, dtype: torch.dtype, device: torch.device
     ):
+        """width: number of values of a token and a kv head: of its key and of its value together."""
         super().__init__()
         self.kernel, self.window = attention_kernel(kind), kind.window or max_seq_len
         # Twice the window: its tokens move to the start only when the cache is full.
         size = min(max_seq_len, 2 * self.window)
-        self.kv_cache = torch.empty(2, 1, kv_heads, size, head_dim, dtype=dtype, device=device)
+        self.kv_cache = torch.empty(1, kv_heads, size, width, dtype=dtype, device=device)
         self.first = self.end = 0
         """Position of the first cached token, and the position after the last."""
 
@@ -57,23 +58,23 @@ class CachedAttention(nn.Module):
             k: (1, kv heads, new tokens, head_dim).
             v: (1, kv heads, new tokens, head_dim).
         """
-        kv = self._append(torch.stack((k, v)))
-        rows, columns = q.shape[2], kv.shape[3]
+        k, v = self._append(torch.cat((k, v), -1)).split((k.shape[-1], v.shape[-1]), -1)
+        rows, columns = q.shape[2], k.shape[2]
         if rows == 1:  # it needs no mask
-            return self.kernel(q, *kv[:, :, :, -self.window :], None)
+            return self.kernel(q, k[:, :, -self.window :], v[:, :, -self.window :], None)
         is_masked = columns > rows or columns > self.window
-        return self.kernel(q, *kv, visible_keys(rows, columns, self.window, q.device) if is_masked else None)
+        return self.kernel(q, k, v, visible_keys(rows, columns, self.window, q.device) if is_masked else None)
 
     def _append(self, new: Tensor) -> Tensor:
-        """Cache new tokens. Return all tokens that were cached, followed by the new ones, (2, 1, kv heads, tokens, head_dim)."""
-        used, size = self.end - self.first, self.kv_cache.shape[3]
-        total = used + new.shape[3]
-        self.end += new.shape[3]
+        """Cache new tokens. Return all tokens that were cached, followed by the new ones, (1, kv heads, tokens, width)."""
+        used, size = self.end - self.first, self.kv_cache.shape[2]
+        total = used + new.shape[2]
+        self.end += new.shape[2]
         if total <= size:
-            self.kv_cache[:, :, :, used:total] = new
-            return self.kv_cache[:, :, :, :total]
-        kv = torch.cat((self.kv_cache[:, :, :, :used], new), dim=3)
-        self.kv_cache[:, :, :, : self.window] = kv[:, :, :, -self.window :]
+            self.kv_cache[:, :, used:total] = new
+            return self.kv_cache[:, :, :total]
+        kv = torch.cat((self.kv_cache[:, :, :used], new), dim=2)
+        self.kv_cache[:, :, : self.window] = kv[:, :, -self.window :]
         self.first = self.end - self.window
         return kv
 
@@ -255,7 +256,7 @@ def _add_caches(
             model.set_submodule(f"{plan.masks}.{name}", CausalMask(None))
         blocks = model.get_submodule(plan.blocks_path).children()
         for block, kind in zip(blocks, plan.layer_kinds, strict=True):
-            shape = sizes.n_kv_heads // ranks, max_seq_len, sizes.head_dim
+            shape = sizes.n_kv_heads // ranks, max_seq_len, sum(sizes.head_widths)
             cache = CachedAttention(plan.kinds[kind], *shape, dtype, device)
             block.set_submodule(plan.attention, cache)
             caches.append(cache)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from models.spec import saved_weights
 from trainer.checkpoint.adapter import AdapterSource, open_weights
 from trainer.checkpoint.model_metadata import CHAT_TEMPLATE, ModelMetadata
 from trainer.checkpoint.tokenizer_files import load_checkpoint_tokenizer, load_hf_tokenizer
@@ -91,13 +92,13 @@ def build_model(
         sizes: Dimensions of the model.
         dtype: Type of the parameters.
         device: Device of the parameters.
-        shard: Called with the model on the meta device, before its parameters are allocated.
+        shard: Called with the model on the meta device, before its weights are allocated.
     """
     with torch.device("meta"):
         model = weights.spec.model(sizes).to(dtype)
     shard(model)
     allocate(model, device)
-    weights.load_into(dict(model.named_parameters()))
+    weights.load_into(saved_weights(model))
     return model.eval()
 
 

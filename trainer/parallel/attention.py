@@ -4,7 +4,7 @@ Each kind of layer has one mask per forward. On a CPU it is a dense tensor that 
 mask of flex_attention (Dong et al. 2024, arXiv:2412.05496), which skips fully masked blocks.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -116,22 +116,22 @@ def is_plain(kind: LayerKind, seq_len: int, cp: int, by_document: bool) -> bool:
 
 def kernel_name(
     kind: LayerKind,
-    shapes: tuple[tuple[int, ...], tuple[int, ...]],
+    shapes: Sequence[tuple[int, ...]],
     cp: int,
     by_document: bool,
     dtype: torch.dtype,
     device: torch.device,
 ) -> str:
-    """Return the name of the attention kernel in training, such as "flash_attention". shapes: of q, and of k and v, on a rank."""
+    """Return the name of the attention kernel in training, such as "flash_attention". shapes: of q, k and v on a rank."""
     is_masked = not is_plain(kind, shapes[1][2], cp, by_document)
     if is_masked and device.type != "cpu":
         return "flex_attention"
     if kind.softcap is not None:
         return "math"
-    q, k = (torch.empty(shape, dtype=dtype, device=device, requires_grad=True) for shape in shapes)
+    q, k, v = (torch.empty(shape, dtype=dtype, device=device, requires_grad=True) for shape in shapes)
     mask = torch.empty(1, 1, q.shape[2], k.shape[2], dtype=dtype, device=device) if is_masked else None
     gqa = q.shape[1] != k.shape[1]
-    return SDPBackend(torch._fused_sdp_choice(q, k, k, mask, is_causal=not is_masked, enable_gqa=gqa)).name.lower()
+    return SDPBackend(torch._fused_sdp_choice(q, k, v, mask, is_causal=not is_masked, enable_gqa=gqa)).name.lower()
 
 
 def apply_attention(

@@ -120,25 +120,31 @@ def apply_balance(model: nn.Module, config: ExpertsConfig, global_batch_size: in
 
 
 class Load:
-    """The load of all experts in a step."""
+    """The load of all experts in a step, and the corrections that follow from it."""
 
-    def __init__(self, model_parts: Iterable[nn.Module], sizes: MixtureSizes, device: torch.device):
+    def __init__(
+        self, model_parts: Iterable[nn.Module], sizes: MixtureSizes, config: ExpertsConfig, device: torch.device
+    ):
         """Find the layers.
 
         Args:
             model_parts: This rank's stages.
             sizes: Of the model.
+            config: Change of the corrections.
             device: Of the statistics.
         """
+        self.bias_rate, self.center_bias = config.bias_rate, config.center_bias
         layers = [i for i, is_sparse in enumerate(sizes.all_sparse_layers) if is_sparse]
         self.rows = {layer: row for row, layer in enumerate(layers)}
-        self.layers: dict[int, Balance] = {}
-        """Index of a layer of this rank -> its balance."""
+        self.layers: dict[int, MixtureOfExperts] = {}
+        """Index of a layer of this rank -> its mixture of experts."""
         for part in model_parts:
             for name, module in part.named_modules():
-                if isinstance(module, Balance):
+                if isinstance(module, MixtureOfExperts):
                     self.layers[next(int(word) for word in name.split(".") if word.isdigit())] = module
         self.shape, self.device = (len(layers), sizes.n_experts), device
+        self.counts = torch.zeros(self.shape, dtype=torch.float64, device=device)
+        """Number of valid tokens sent to each expert in the last step, over all ranks, (layers, experts). Exact in fp64."""
 
     def take(self, num_samples: int) -> dict[str, Tensor]:
         """Return metrics of the step by name, over all ranks, and start the next step. num_samples: samples of the step.
@@ -149,14 +155,14 @@ class Load:
         expert_load_entropy: Entropy of a layer's load, relative to that of an even load; mean over layers.
         idle_experts: Share of all experts without a token.
         """
-        # Counts are exact in fp64.
         packed = torch.zeros(self.shape[0], self.shape[1] + 2, dtype=torch.float64, device=self.device)
-        for layer, balance in self.layers.items():
-            counts, values = balance.take()
+        for layer, mixture in self.layers.items():
+            counts, values = mixture.balance.take()
             if counts is not None:
                 packed[self.rows[layer]] = torch.cat([counts.double(), values.double()])
         packed = sum_over(packed, dist.group.WORLD)
         counts, losses = packed[:, :-2], packed[:, -2:].mean(0) / num_samples
+        self.counts = counts
         shares = counts / counts.sum(1, keepdim=True).clamp(min=1)  # (layers, experts)
         violation = shares.amax(1) * self.shape[1] - 1
         entropy = -torch.special.xlogy(shares, shares).sum(1) / torch.tensor(self.shape[1]).log()
@@ -168,3 +174,16 @@ class Load:
             "expert_load_entropy": entropy.mean(),
             "idle_experts": (counts == 0).double().mean(),
         }
+
+    @torch.no_grad()
+    def correct(self, skip: Tensor) -> None:
+        """Change the corrections of this rank's routers by the load of the last step, so that experts with less than the mean
+        load are chosen more often (Wang et al. 2024, arXiv:2408.15664). skip: a scalar; if true, nothing changes."""
+        if not self.bias_rate:
+            return
+        for layer, mixture in self.layers.items():
+            counts, correction = self.counts[self.rows[layer]], mixture.router.correction
+            change = (counts.sum() - counts * len(counts)).sign()  # the mean need not be representable
+            if self.center_bias:
+                change = change - change.mean()
+            correction += (change * self.bias_rate * ~skip.to(change.device)).to(correction)

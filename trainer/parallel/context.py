@@ -69,6 +69,7 @@ class AllGatherAttention(nn.Module):
             k: (batch, kv heads, seq / cp, head_dim).
             v: (batch, kv heads, seq / cp, head_dim).
         """
-        gather = partial(all_gather_sequence, mesh=self.mesh, dim=3)
-        local = torch.stack((k, v))  # (2, batch, kv heads, seq / cp, head_dim)
-        return call_with_gathered(lambda kv: self.kernel(q, *kv, mask), gather, local, recompute=self.recompute)
+        gather, widths = partial(all_gather_sequence, mesh=self.mesh, dim=2), (k.shape[-1], v.shape[-1])
+        local = torch.cat((k, v), -1)  # (batch, kv heads, seq / cp, widths of a key and of a value)
+        attend = lambda kv: self.kernel(q, *kv.split(widths, -1), mask)  # noqa: E731
+        return call_with_gathered(attend, gather, local, recompute=self.recompute)

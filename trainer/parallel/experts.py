@@ -13,10 +13,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd, wait_tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from models.moe import Experts, MixtureOfExperts, Router
 from trainer.parallel.activation_checkpoint import Forward
+from trainer.parallel.tensor import Local
 
 
 class AllToAllExchange(nn.Module):
@@ -79,41 +80,18 @@ def apply_experts(model: nn.Module, tp: DeviceMesh, ep: DeviceMesh, sequence_par
     for module in model.modules():
         if isinstance(module, Router) and tp.size() > 1:
             # The tp ranks route different tokens, so their gradients are summed.
-            _distribute(module, tp, Replicate(), Partial())
+            Local(Replicate(), Partial())._apply(module, tp)
         elif isinstance(module, Experts) and ep.size() > 1:
-            _distribute(module, ep, Shard(0), Shard(0))
+            Local(Shard(0), Shard(0))._apply(module, ep)
         elif isinstance(module, MixtureOfExperts):
             if ep.size() > 1:
                 module.exchange = AllToAllExchange(ep)
             if tp.size() > 1 and not sequence_parallel:
-                module.forward = partial(_forward_on_own_tokens, module.forward, tp)
-
-
-def _distribute(module: nn.Module, axis: DeviceMesh, placement: Placement, gradient: Placement) -> None:
-    """Distribute the parameters of a module, whose forward computes with this rank's values.
-
-    Args:
-        axis: One axis of a mesh.
-        placement: Of the parameters.
-        gradient: Placement of the gradients that backward computes from this rank's values.
-    """
-    for name, parameter in module.named_parameters(recurse=False):
-        sharded = distribute_tensor(parameter, axis, [placement], src_data_rank=None)
-        module.register_parameter(name, nn.Parameter(sharded, parameter.requires_grad))
-    module.forward = partial(_forward_with_local_parameters, module, module.forward, gradient)
-
-
-def _forward_with_local_parameters(module: nn.Module, forward: Forward, gradient: Placement, *args: Tensor) -> Any:
-    distributed = dict(module._parameters)
-    module._parameters.update({name: p.to_local(grad_placements=[gradient]) for name, p in distributed.items()})
-    try:
-        return forward(*args)
-    finally:
-        module._parameters.update(distributed)
+                module.routed = partial(_forward_on_own_tokens, module.routed, tp)
 
 
 def _forward_on_own_tokens(forward: Forward, tp: DeviceMesh, x: Tensor, *args: Any) -> Tensor:
-    """Apply a mixture of experts to this rank's part of the sequence, and gather the results. x: (batch, seq, dim)."""
+    """Apply the routed experts to this rank's part of the sequence, and gather the results. x: (batch, seq, dim)."""
     own = DTensor.from_local(x, tp, [Replicate()], run_check=False).redistribute(placements=[Shard(1)]).to_local()
     result = DTensor.from_local(forward(own, *args), tp, [Shard(1)], run_check=False)
     return result.redistribute(placements=[Replicate()]).to_local()

@@ -8,6 +8,7 @@ from functools import partial
 import torch
 from torch import Generator, Tensor, nn
 
+from models.spec import saved_buffers
 from trainer.adapters.select import LORA_A, LORA_B, init_adapter
 from trainer.config import LoraConfig
 from trainer.parallel.tensor import kept_ties
@@ -17,26 +18,39 @@ ROWS_PER_SEED = 1024
 """Number of parameter rows that one generator draws. A different number changes the initial weights."""
 
 
-def allocate(model: nn.Module, device: torch.device) -> None:
-    """Allocate all parameters of a model on the meta device. Their values are undefined."""
+def allocate(model: nn.Module, device: torch.device, buffer_device: torch.device | None = None) -> None:
+    """Allocate all weights of a model on the meta device. Their values are undefined.
+
+    Args:
+        model: On the meta device.
+        device: Of the parameters.
+        buffer_device: Of the buffers, which FSDP does not offload. None: that of the parameters.
+    """
     with kept_ties(model):
         model.to_empty(device=device)
+    for name, buffer in saved_buffers(model).items():
+        owner, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(owner), leaf, torch.empty_like(buffer, device=buffer_device or device))
 
 
 @torch.no_grad()
 def initialize(model: nn.Module, seed: int, loaded: Collection[str] = (), lora: LoraConfig | None = None) -> None:
-    """Draw the initial values of the parameters.
+    """Draw the initial values of the parameters, and set those of the buffers.
 
     Args:
-        model: Its parameters are allocated.
+        model: Its weights are allocated.
         seed: Seed of the run.
-        loaded: Names of the parameters that keep their values, because they are loaded.
+        loaded: Names of the weights that keep their values, because they are loaded.
         lora: Settings of the adapters, if the model has adapters.
 
     Each group of ROWS_PER_SEED rows of a matrix has its own CPU generator, seeded by (seed, name, group). So a rank draws only
     the groups of its shard, and the weights do not depend on the layout, the world size or the device. In a stack of matrices,
     one for each expert, the seed also contains the index of the expert.
     """
+    for name, buffer in saved_buffers(model).items():
+        owner, _, leaf = name.rpartition(".")
+        if name not in loaded:
+            buffer.fill_(model.get_submodule(owner).BUFFERS[leaf])
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         for name, parameter in model.named_parameters():
             if name in loaded:

@@ -4,7 +4,6 @@ no complex product."""
 import torch
 from torch import Tensor, nn
 
-from models.components import Attention
 from models.rope import rotate_pairs
 
 
@@ -22,5 +21,5 @@ def rotate_by_complex_product(x: Tensor, rope: Tensor) -> Tensor:
 def apply_complex_rotation(model: nn.Module) -> None:
     """Replace the rotation of each attention layer that rotates neighbouring values, in place."""
     for module in model.modules():
-        if isinstance(module, Attention) and module.rotate is rotate_pairs:
+        if getattr(module, "rotate", None) is rotate_pairs:
             module.rotate = rotate_by_complex_product

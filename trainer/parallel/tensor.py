@@ -5,14 +5,14 @@ Korthikanti et al. 2022 (arXiv:2205.05198). Parameters are DTensors of the full 
 degree of tensor parallelism.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -63,20 +63,59 @@ class _AllHeadsNorm(ParallelStyle):
 
 @dataclass
 class _Gather(ParallelStyle):
-    """Style of a module whose parameters all belong to submodules. Its input is gathered once for all submodules."""
+    """Style of a module whose parameters all belong to submodules. The input of its forward, or of another of its methods, is
+    gathered once for all submodules."""
 
     placement: Placement
     """Placement of the input, a local tensor."""
     recompute: bool
     """Whether autograd saves only this rank's shard of the input, and backward repeats the gather."""
+    method: str = "forward"
+    gather: Callable[[DTensor], Tensor] = lambda x: _replicate(x)
+    """Function that returns the input of the method."""
 
     def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
-        original_forward = module.forward
+        original = getattr(module, self.method)
 
         # A function, not a partial, which would give every compiled block its own graph.
-        def forward(x: Tensor, *args: Any) -> Tensor:
+        def gathering(x: Tensor, *args: Any) -> Tensor:
             x = DTensor.from_local(x, mesh, [self.placement], run_check=False)
-            return call_with_gathered(original_forward, _replicate, x, *args, recompute=self.recompute)
+            return call_with_gathered(original, self.gather, x, *args, recompute=self.recompute)
+
+        setattr(module, self.method, gathering)
+        return module
+
+
+def _replicate_partly_used(x: DTensor) -> Tensor:
+    """Gather a tensor. Return it as a local tensor, of whose uses each rank computes a part, so that gradients are summed."""
+    return _replicate(x).to_local(grad_placements=[Partial()])
+
+
+@dataclass
+class Local(ParallelStyle):
+    """Style of a module whose forward computes with this rank's values of the parameters."""
+
+    placement: Placement
+    """Placement of the parameters."""
+    gradient: Placement
+    """Placement of the gradients that backward computes from this rank's values."""
+
+    def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        for name, parameter in module.named_parameters(recurse=False):
+            sharded = distribute_tensor(parameter, mesh, [self.placement], src_data_rank=None)
+            module.register_parameter(name, nn.Parameter(sharded, parameter.requires_grad))
+        module.gradient_placement = self.gradient  # adapters compute with local values too
+        original = module.forward
+
+        # See _Gather.
+        def forward(*args: Any) -> Any:
+            distributed = dict(module._parameters)
+            present = {name: p for name, p in distributed.items() if p is not None}
+            module._parameters.update({n: p.to_local(grad_placements=[self.gradient]) for n, p in present.items()})
+            try:
+                return original(*args)
+            finally:
+                module._parameters.update(distributed)
 
         module.forward = forward
         return module
@@ -110,13 +149,17 @@ def _replicate(x: DTensor) -> DTensor:
 def styles(sequence_parallel: bool, recompute_all_gather: bool) -> dict[str, ParallelStyle]:
     """Return a dict: name -> parallel style. ParallelPlan.tensor and the modules of the blocks (TENSOR) use these names."""
     residual = Shard(1) if sequence_parallel else Replicate()  # placement of a hidden state (batch, seq, dim)
+    recompute = recompute_all_gather and sequence_parallel
     return {
         "embedding": _Embedding(input_layouts=Replicate(), output_layouts=residual),
         "norm": _Norm(residual),
         "head_norm": _Norm(Shard(2)),
         "all_heads_norm": _AllHeadsNorm(),
-        "gather": _Gather(residual, recompute_all_gather and sequence_parallel),
+        "gather": _Gather(residual, recompute),
+        "gather_latents": _Gather(residual, recompute, "attend", _replicate_partly_used),
+        "token": Local(Replicate(), Partial() if sequence_parallel else Replicate()),
         "column": ColwiseParallel(),
+        "local_column": Local(Shard(0), Shard(0)),
         "row": RowwiseParallel(output_layouts=residual),
         "output": _Output(residual),
     }

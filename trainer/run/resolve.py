@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from models import MODELS
+from models.moe import CorrectedRouter
 from models.sizes import text_of
-from models.spec import ModelSpec, ParallelPlan, SizeError, meta_model
+from models.spec import Model, ModelSpec, ParallelPlan, SizeError, meta_model, saved_buffers, saved_weights
 from trainer.adapters.select import TrainedParameters, require_trained_vocabulary, select_parameters
 from trainer.checkpoint.huggingface import read_architecture
 from trainer.checkpoint.peft import PeftNames, require_peft_support
@@ -36,8 +37,10 @@ class ResolvedRun:
     stages: list[Stage]
     hidden_shape: tuple[int, int, int]
     """Shape of the hidden state between blocks, on each rank: (batch, seq, dim)."""
-    parameter_names: frozenset[str]
-    """Names of the complete model's parameters. A parameter shared by two modules is listed once."""
+    weight_names: frozenset[str]
+    """Names of the complete model's parameters and saved buffers. A parameter shared by two modules is listed once."""
+    saved_names: frozenset[str]
+    """Names of the trained parameters and, without adapters, of the buffers: of what a checkpoint contains of the model."""
     num_parameters: int
     """Number of values of the complete model."""
     trained: TrainedParameters
@@ -78,10 +81,7 @@ def resolve(config: Config, world_size: int) -> ResolvedRun:
         raise ConfigError("training.global_batch_size", f"must be a multiple of {factors} = {samples}")
     if dims.pp > 1:
         check_microbatches(config.parallel, training.global_batch_size // samples)
-    if not plan.has_experts:
-        for setting in fields(config.experts):
-            if getattr(config.experts, setting.name) != setting.default:
-                raise ConfigError(f"experts.{setting.name}", f"has no effect, because {name} has no experts")
+    _check_experts(config, model, plan, name)
     trained = select_parameters(model, plan, config.lora)
     if config.lora.rank and config.checkpoint.resize_embeddings:
         require_trained_vocabulary(model, plan, trained)
@@ -89,6 +89,7 @@ def resolve(config: Config, world_size: int) -> ResolvedRun:
         require_peft_support(PeftNames(spec, sizes), trained.fully, "checkpoint.export_huggingface")
     stages = partition_blocks(model, plan, config.parallel)
     _check_stages(config, plan, stages, trained)
+    buffers = frozenset(saved_buffers(model))
     tensors = trained.tensors(model).values()
     if config.optimizer.state_dtype == "8bit" and not any(map(quantization.is_quantizable, tensors)):
         message = f"8bit needs matrices with row lengths divisible by {quantization.BLOCK_SIZE}, but {name} has none"
@@ -104,7 +105,8 @@ def resolve(config: Config, world_size: int) -> ResolvedRun:
         dims=dims,
         stages=stages,
         hidden_shape=(training.local_batch_size, training.seq_len // sequence_shards, sizes.dim),
-        parameter_names=frozenset(name for name, _ in model.named_parameters()),
+        weight_names=frozenset(saved_weights(model)),
+        saved_names=trained.names | (buffers if config.lora.rank is None else frozenset()),
         compiled=compiled,
         grad_accum=training.global_batch_size // samples,
         num_parameters=sum(p.numel() for p in model.parameters()),
@@ -115,6 +117,20 @@ def resolve(config: Config, world_size: int) -> ResolvedRun:
         shared=_values(config, lambda setting: not setting.constraint.per_node)
         | {"compile.enabled": compiled, "model.type": spec.huggingface.model_type, **dimensions},
     )
+
+
+def _check_experts(config: Config, model: Model, plan: ParallelPlan, name: str) -> None:
+    """Raise ConfigError if a setting of [experts] has no effect on the model. name: of the model."""
+    if not plan.has_experts:
+        for setting in fields(config.experts):
+            if getattr(config.experts, setting.name) != setting.default:
+                raise ConfigError(f"experts.{setting.name}", f"has no effect, because {name} has no experts")
+    if config.experts.bias_rate:
+        if not any(isinstance(module, CorrectedRouter) for module in model.modules()):
+            raise ConfigError("experts.bias_rate", f"has no effect, because the routers of {name} have no correction")
+        if config.lora.rank:
+            message = "must be 0 with [lora] rank: the correction belongs to the base model, which is frozen"
+            raise ConfigError("experts.bias_rate", message)
 
 
 def _check_stages(config: Config, plan: ParallelPlan, stages: list[Stage], trained: TrainedParameters) -> None:

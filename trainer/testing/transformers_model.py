@@ -31,7 +31,8 @@ def transformers_step(argv: Sequence[str]) -> tuple[float, dict[str, Tensor]]:
     hf_config = transformers.AutoConfig.for_model(**values)
     model = transformers.AutoModelForCausalLM.from_config(hf_config, attn_implementation="eager")
     parameters = {name: p.detach() for name, p in trainer.engine.parameters.items()}
-    keys = model.load_state_dict(hf.join(parameters, head_dim), strict=False)  # tied weights may be missing
+    weights = {name: w.detach() for name, w in trainer.engine.weights.items()}
+    keys = model.load_state_dict(hf.join(weights, head_dim), strict=False)  # tied weights may be missing
     assert not keys.unexpected_keys, keys.unexpected_keys
     loss = _mean_loss(model.to(DTYPES[config.training.compute_dtype]), batches)
     loss.backward()

@@ -62,6 +62,11 @@ class ExpertsConfig:
     z_loss: Annotated[float, Constraint(min=0, max=1e6)] = 0.0
     """Coefficient of the routers' z-loss, the mean squared logsumexp of a token's logits (arXiv:2202.08906); averaged over
     samples and summed over layers like the balance loss. 0: no z-loss."""
+    bias_rate: Annotated[float, Constraint(min=0, max=1)] = 0.0
+    """Change per step of the correction that routers of DeepSeek-V3 add to the scores (arXiv:2408.15664): by this number up for
+    each expert with less than the mean load of the step, and down for each with more. 0: the correction does not change."""
+    center_bias: Annotated[bool, Constraint(only_with="[experts] bias_rate")] = False
+    """Whether the mean of a step's changes is subtracted from them, so that the mean of a layer's correction stays the same."""
 
 
 @dataclass(frozen=True, kw_only=True)

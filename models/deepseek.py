@@ -1,0 +1,225 @@
+"""DeepSeek-V3 (DeepSeek-AI 2024, arXiv:2412.19437) and Moonlight (Liu et al. 2025, arXiv:2502.16982), which has the same
+architecture: attention with compressed queries, keys and values, and mixtures of experts whose load is balanced by a correction
+of the router's scores. Dimensions: config.json of the published models. The head for multi-token prediction is not part of the
+model."""
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from models.components import FeedForward, attention_kernel
+from models.context import Context
+from models.decoder import Decoder, pre_norm_decoder
+from models.huggingface import MIXTURE_NAMES, Config, HuggingFace, first
+from models.moe import CorrectedRouter, MixtureOfExperts
+from models.rope import YarnRope, rotate_halves, rotate_pairs
+from models.sizes import DEBUG, DEBUG_EXPERTS, GroupedMixtureSizes, text_of
+from models.spec import LayerKind, ModelSpec, SizeError
+
+_LATENT_EPS = 1e-6
+"""Constant of the norms of compressed queries, keys and values. The published code has no setting for it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeepSeekSizes(GroupedMixtureSizes):
+    """`head_dim` is the number of rotated dims of a head's queries and keys."""
+
+    ROPE_TYPES: ClassVar = ("default", "yarn")
+    norm_eps: float = 1e-6
+    attention_bias: bool = False
+    """Whether the projections from and to the residual stream have biases, except that of queries that are not compressed."""
+    q_lora_rank: int | None = None
+    """Width of the compressed queries. None: queries are not compressed."""
+    kv_lora_rank: int
+    """Width of the compressed keys and values."""
+    qk_nope_head_dim: int
+    """Number of dims of a head's queries and keys that are not rotated."""
+    v_head_dim: int
+    rope_interleave: bool = True
+    """Whether rotated pairs are neighbouring values. Otherwise they are half of the rotated dims apart."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.n_kv_heads != self.n_heads:
+            message = (
+                f"n_kv_heads {self.n_kv_heads} must be n_heads {self.n_heads}: each head has its own keys and values"
+            )
+            raise SizeError(message, "n_kv_heads", "n_heads")
+        sparse = self.all_sparse_layers
+        if list(sparse) != sorted(sparse):
+            message = f"sparse_layers {text_of(sparse)}: dense layers must precede all layers with experts"
+            raise SizeError(message, "sparse_layers", "n_layers")
+
+    @property
+    def head_widths(self) -> tuple[int, int]:
+        return self.qk_nope_head_dim + self.head_dim, self.v_head_dim
+
+    def kinds(self) -> dict[str, LayerKind]:
+        rope, scale = self.rope(), self.head_widths[0] ** -0.5
+        if isinstance(rope, YarnRope) and rope.mscale_all_dim:
+            scale *= rope.amplitude_of(rope.mscale_all_dim) ** 2
+        return {name: replace(kind, scale=scale) for name, kind in super().kinds().items()}
+
+
+class LatentAttention(nn.Module):
+    """Multi-head latent attention (DeepSeek-AI 2024, "DeepSeek-V2", arXiv:2405.04434). The keys and values of all heads are
+    projections of one compressed vector, as are the queries. The rotated dims of keys are the same for all heads.
+
+    Names of the matrices are those of DeepSeek's code."""
+
+    TENSOR: ClassVar = {
+        "": "gather_latents",
+        "wq_a": "token",
+        "q_norm": "norm",
+        "wq_b": "local_column",
+        "wq": "local_column",
+        "wkv_a": "token",
+        "kv_norm": "norm",
+        "wkv_b": "local_column",
+        "wo": "row",
+    }
+    INTO_RESIDUAL: ClassVar = ("wo",)
+
+    def __init__(self, sizes: DeepSeekSizes, kind: LayerKind):
+        super().__init__()
+        (self.head_dim, self.v_dim), self.rope_dim = sizes.head_widths, sizes.head_dim
+        self.rotate = rotate_pairs if sizes.rope_interleave else rotate_halves
+        q_dim, bias = sizes.n_heads * self.head_dim, sizes.attention_bias
+        is_compressed = sizes.q_lora_rank is not None
+        q_rank = first(sizes.q_lora_rank, sizes.dim)
+        self.wq = nn.Identity() if is_compressed else nn.Linear(sizes.dim, q_dim, bias=False)
+        self.wq_a = nn.Linear(sizes.dim, q_rank, bias=bias) if is_compressed else nn.Identity()
+        self.q_norm = nn.RMSNorm(q_rank, _LATENT_EPS) if is_compressed else nn.Identity()
+        self.wq_b = nn.Linear(q_rank, q_dim, bias=False) if is_compressed else nn.Identity()
+        self.wkv_a = nn.Linear(sizes.dim, sizes.kv_lora_rank + self.rope_dim, bias=bias)
+        self.kv_norm = nn.RMSNorm(sizes.kv_lora_rank, _LATENT_EPS)
+        self.wkv_b = nn.Linear(sizes.kv_lora_rank, sizes.n_heads * (sizes.qk_nope_head_dim + self.v_dim), bias=False)
+        self.wo = nn.Linear(sizes.n_heads * self.v_dim, sizes.dim, bias=bias)
+        self.core = attention_kernel(kind)
+        self.latent_dims = q_rank, sizes.kv_lora_rank, self.rope_dim
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        """x: (batch, seq, dim)."""
+        kv, k_rope = self.wkv_a(x).split(self.latent_dims[1:], -1)
+        # One tensor, so that tensor parallelism gathers it once. Under it, a rank has computed only some tokens of it.
+        latents = torch.cat((self.q_norm(self.wq_a(x)), self.kv_norm(kv), k_rope), -1)
+        return self.attend(latents, context)
+
+    def attend(self, latents: Tensor, context: Context) -> Tensor:
+        """Return the result of attention, (batch, seq, dim). latents: input of the queries' projection, compressed keys and
+        values, and rotated dims of the keys before their rotation, (batch, seq, sum of latent_dims)."""
+        q, kv, k_rope = latents.split(self.latent_dims, -1)
+        # -1, not n_heads: under tensor parallelism a rank holds only its own heads.
+        q = self.wq_b(self.wq(q)).unflatten(-1, (-1, self.head_dim))  # (batch, seq, local heads, head_dim)
+        q, q_rope = q.split((self.head_dim - self.rope_dim, self.rope_dim), -1)
+        kv = self.wkv_b(kv).unflatten(-1, (-1, self.head_dim - self.rope_dim + self.v_dim))
+        k, v = kv.split((self.head_dim - self.rope_dim, self.v_dim), -1)
+        k_rope = self.rotate(k_rope[:, :, None], context.rope).expand(*k.shape[:-1], -1)
+        q, k = torch.cat((q, self.rotate(q_rope, context.rope)), -1), torch.cat((k, k_rope), -1)
+        out = self.core(*(x.transpose(1, 2) for x in (q, k, v)), context.mask)  # (batch, local heads, seq, v_dim)
+        return self.wo(out.transpose(1, 2).flatten(-2))
+
+
+def deepseek(sizes: DeepSeekSizes) -> Decoder:
+    def feed_forward(index: int) -> nn.Module:
+        if not sizes.all_sparse_layers[index]:
+            return FeedForward(sizes.dim, sizes.hidden_dim)
+        return MixtureOfExperts(sizes, CorrectedRouter(sizes), FeedForward(sizes.dim, sizes.shared_dim))
+
+    return pre_norm_decoder(sizes, partial(LatentAttention, sizes), feed_forward)
+
+
+def _count(config: Config, key: str, default: int) -> int:
+    """Return a number of layers. Raises ValueError."""
+    value = first(config.get(key), default)
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{key} {text_of(value)} must be an integer from 0")
+    return value
+
+
+def _read(config: Config) -> Config:
+    """Return the configuration with the dense layers as sparse_layers."""
+    dense, layers = _count(config, "first_k_dense_replace", 3), config["num_hidden_layers"]
+    sparse = [i >= dense for i in range(layers)]
+    return {**config, "sparse_layers": sparse, "head_dim": config.get("qk_rope_head_dim")}
+
+
+def _write(sizes: DeepSeekSizes) -> dict[str, Any]:
+    return {"first_k_dense_replace": sizes.all_sparse_layers.index(True), "num_nextn_predict_layers": 0}
+
+
+def _ignored(config: Config, sizes: DeepSeekSizes) -> tuple[str, ...]:
+    """Return the modules for multi-token prediction, which follow the layers."""
+    count = _count(config, "num_nextn_predict_layers", 1)
+    return tuple(f"model.layers.{sizes.n_layers + i}" for i in range(count))
+
+
+_NAMES = MIXTURE_NAMES | {
+    "attention.wq_a": "self_attn.q_a_proj",
+    "attention.q_norm": "self_attn.q_a_layernorm",
+    "attention.wq_b": "self_attn.q_b_proj",
+    "attention.wkv_a": "self_attn.kv_a_proj_with_mqa",
+    "attention.kv_norm": "self_attn.kv_a_layernorm",
+    "attention.wkv_b": "self_attn.kv_b_proj",
+    "feed_forward.router.correction": "mlp.gate.e_score_correction_bias",
+    "feed_forward.shared.w1": "mlp.shared_experts.gate_proj",
+    "feed_forward.shared.w2": "mlp.shared_experts.down_proj",
+    "feed_forward.shared.w3": "mlp.shared_experts.up_proj",
+}
+
+_YARN = {"rope_type": "yarn", "rope_original_seq_len": 4096, "rope_mscale": 1.0, "rope_mscale_all_dim": 1.0}
+DEEPSEEK_V3 = ModelSpec(
+    model=deepseek,
+    sizes={
+        "debug": DeepSeekSizes(
+            **DEBUG | DEBUG_EXPERTS | {"n_kv_heads": 8, "hidden_dim": 352, "head_dim": 16, "expert_hidden_dim": 96},
+            **{"n_shared_experts": 1, "n_groups": 4, "groups_per_token": 2, "weight_scale": 2.5},
+            **{"q_lora_rank": 48, "kv_lora_rank": 32, "qk_nope_head_dim": 24, "v_head_dim": 24},
+            sparse_layers=(False, True, True, True),
+        ),
+        "16b-a3b": DeepSeekSizes(
+            **{"dim": 2048, "n_layers": 27, "n_heads": 16, "n_kv_heads": 16, "head_dim": 64, "hidden_dim": 11264},
+            **{"vocab_size": 163840, "norm_eps": 1e-5, "rope_theta": 50_000.0, "n_experts": 64, "experts_per_token": 6},
+            **{"expert_hidden_dim": 1408, "n_shared_experts": 2, "weight_scale": 2.446, "kv_lora_rank": 512},
+            **{"qk_nope_head_dim": 128, "v_head_dim": 128, "sparse_layers": (False,) + (True,) * 26},
+        ),
+        "671b": DeepSeekSizes(
+            **{"dim": 7168, "n_layers": 61, "n_heads": 128, "n_kv_heads": 128, "head_dim": 64, "hidden_dim": 18432},
+            **{"vocab_size": 129280, "n_experts": 256, "experts_per_token": 8, "expert_hidden_dim": 2048},
+            **{"n_shared_experts": 1, "n_groups": 8, "groups_per_token": 4, "weight_scale": 2.5, "q_lora_rank": 1536},
+            **{"kv_lora_rank": 512, "qk_nope_head_dim": 128, "v_head_dim": 128, "rope_factor": 40.0, **_YARN},
+            sparse_layers=(False,) * 3 + (True,) * 58,
+        ),
+    },
+    huggingface=HuggingFace(
+        model_type="deepseek_v3",
+        architecture="DeepseekV3ForCausalLM",
+        sizes_type=DeepSeekSizes,
+        # Other readers than transformers need the last three.
+        fixed={"hidden_act": "silu", "scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1},
+        defaults={
+            "n_routed_experts": 256,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 2048,
+            "n_shared_experts": 1,
+        }
+        | {"n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5, "q_lora_rank": 1536, "kv_lora_rank": 512}
+        | {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "intermediate_size": 18432}
+        | {"max_position_embeddings": 4096, "num_attention_heads": 128},
+        read=_read,
+        write=_write,
+        size_keys={
+            "n_experts": "n_routed_experts",
+            "n_groups": "n_group",
+            "groups_per_token": "topk_group",
+            "weight_scale": "routed_scaling_factor",
+            "head_dim": "qk_rope_head_dim",
+        },
+        omitted=("sparse_layers",),
+        names=_NAMES,
+        ignored=_ignored,
+    ),
+)
