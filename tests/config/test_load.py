@@ -350,6 +350,7 @@ def test_conditions_name_settings_and_values_that_exist():
 
 ONLY_WITH = {
     "model.revision": "[model] pretrained",
+    "experts.center_bias": "[experts] bias_rate",
     "tokenizer.path": "[tokenizer] backend != default",
     "tokenizer.reuse_reserved_tokens": "[tokenizer] backend = default or tiktoken or tekken",
     "tokenizer.pattern": "[tokenizer] backend = tiktoken",

@@ -133,7 +133,7 @@ def metrics_of_load():
     *_, mixture = balanced(ExpertsConfig(), [[0] * 4])
     layers = torch.nn.ModuleDict({"0": mixture, "1": MixtureOfExperts(SIZES)})
     apply_balance(layers["1"], ExpertsConfig(), 1, Meshes(ParallelDims.from_config(ParallelConfig(), 1), CPU))
-    load = Load([layers], SIZES, CPU)
+    load = Load([layers], SIZES, ExpertsConfig(), CPU)
     for layer, counts in ((0, [4, 0, 4, 0]), (1, [2, 2, 2, 2])):
         balance = layers[str(layer)].balance
         assert isinstance(balance, Balance)
