@@ -131,7 +131,6 @@ OLMOE = ModelSpec(
         fixed={"hidden_act": "silu", "clip_qkv": None},
         defaults={"rms_norm_eps": 1e-5, "intermediate_size": 2048, "num_experts": 64, "num_experts_per_tok": 8}
         | {"max_position_embeddings": 4096},
-        omitted=("sparse_layers",),
         names=MIXTURE_NAMES,
     ),
 )

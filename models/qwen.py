@@ -11,7 +11,16 @@ from models.components import Attention, FeedForward
 from models.decoder import Decoder, pre_norm_decoder
 from models.huggingface import MIXTURE_NAMES, Config, HuggingFace, first, with_layer_types, write_layer_types
 from models.moe import MixtureOfExperts
-from models.sizes import DEBUG, DEBUG_DERIVED, DEBUG_EXPERTS, MixedSizes, MixtureSizes, WindowedSizes, require, text_of
+from models.sizes import (
+    DEBUG,
+    DEBUG_DERIVED,
+    DEBUG_EXPERTS,
+    MixedSizes,
+    PartlySparseSizes,
+    WindowedSizes,
+    require,
+    text_of,
+)
 from models.spec import LayerKind, ModelSpec
 
 
@@ -27,14 +36,9 @@ class Qwen3Sizes(QwenSizes):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Qwen3MoeSizes(WindowedSizes, MixtureSizes):
+class Qwen3MoeSizes(WindowedSizes, PartlySparseSizes):
     norm_eps: float = 1e-6
     attention_bias: bool = False
-    expert_hidden_dim: int
-
-    @property
-    def expert_dim(self) -> int:
-        return self.expert_hidden_dim
 
 
 def qwen2(sizes: QwenSizes) -> Decoder:

@@ -237,24 +237,17 @@ class MixtureSizes(DecoderSizes):
     """Sizes of a family whose feed-forward layers are mixtures of experts."""
 
     n_experts: int
+    """Number of experts of a layer."""
     experts_per_token: int
+    """Number of experts to which a layer sends a token."""
     normalize_weights: bool = False
     """Whether the weights of a token's experts are divided by their sum."""
-    sparse_layers: tuple[bool, ...] = (True,)
-    """Whether each layer is a mixture of experts, in order and repeated up to n_layers. Otherwise it is a feed-forward layer of
-    the width hidden_dim."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.experts_per_token > self.n_experts:
             message = f"experts_per_token {self.experts_per_token} must be at most n_experts {self.n_experts}"
             raise SizeError(message, "experts_per_token", "n_experts")
-        if not self.sparse_layers:
-            raise SizeError("sparse_layers must have at least one value", "sparse_layers")
-
-        if not any(self.all_sparse_layers):
-            raise SizeError("sparse_layers must contain true: without experts it is a dense model", "sparse_layers")
-        object.__setattr__(self, "sparse_layers", shortest_period(self.all_sparse_layers))
 
     @property
     def expert_dim(self) -> int:
@@ -263,16 +256,42 @@ class MixtureSizes(DecoderSizes):
 
     @property
     def all_sparse_layers(self) -> tuple[bool, ...]:
+        """Whether each layer is a mixture of experts."""
+        return (True,) * self.n_layers
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartlySparseSizes(MixtureSizes):
+    """Sizes of a family in which only some layers are mixtures of experts."""
+
+    sparse_layers: tuple[bool, ...] = (True,)
+    """Whether each layer is a mixture of experts, in order and repeated up to n_layers. Otherwise it is a feed-forward layer of
+    the width hidden_dim."""
+    expert_hidden_dim: int
+    """Width of an expert."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.sparse_layers:
+            raise SizeError("sparse_layers must have at least one value", "sparse_layers")
+        if not any(self.all_sparse_layers):
+            raise SizeError("sparse_layers must contain true: without experts it is a dense model", "sparse_layers")
+        object.__setattr__(self, "sparse_layers", shortest_period(self.all_sparse_layers))
+
+    @property
+    def expert_dim(self) -> int:
+        return self.expert_hidden_dim
+
+    @property
+    def all_sparse_layers(self) -> tuple[bool, ...]:
         return repeated(self.sparse_layers, self.n_layers)
 
 
 @dataclass(frozen=True, kw_only=True)
-class GroupedMixtureSizes(MixtureSizes):
+class GroupedMixtureSizes(PartlySparseSizes):
     """Sizes of a family whose router chooses groups of experts first, and whose layers have shared experts."""
 
     normalize_weights: bool = True
-    expert_hidden_dim: int
-    """Width of an expert."""
     n_shared_experts: int
     """Number of experts that all tokens are sent to. They are computed as one feed-forward layer."""
     n_groups: int = 1

@@ -78,7 +78,7 @@ if __name__ == "__main__":
     answer_early(arguments())  # before torch is imported
 
 from trainer.config import Config
-from trainer.config.load import parse_argv
+from trainer.config.flags import parse_argv
 from trainer.planning.estimate import Hardware, RunEstimate, estimate, this_machine
 from trainer.planning.report import as_json, as_text, canvas, draw, headline, ranking
 from trainer.planning.search import search

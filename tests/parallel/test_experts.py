@@ -93,7 +93,7 @@ def balanced(config, documents):
     for p in mixture.parameters():
         torch.nn.init.normal_(p)
     meshes = Meshes(ParallelDims.from_config(ParallelConfig(), 1), CPU, has_experts=True)
-    x = torch.randn(len(documents), len(documents[0]), SIZES.dim)
+    x = torch.randn(len(documents), 8, SIZES.dim)[:, : len(documents[0])]
     context = Context.of(torch.zeros(x.shape[:2], dtype=torch.int64))._replace(documents=torch.tensor(documents))
     apply_balance(mixture, config, global_batch_size=len(documents), meshes=meshes)
     routing = mixture.router(x)
@@ -103,7 +103,7 @@ def balanced(config, documents):
     return routing, mixture.balance.take(), mixture.router.weight.grad, mixture
 
 
-def losses_of(size):
+def losses_of_one_sample():
     routing, (counts, values), *_ = balanced(ExpertsConfig(balance_loss=0.1, z_loss=0.01), [[0] * 6])
     theirs = load_balancing_loss_func((routing.logits[0],), SIZES.n_experts, SIZES.experts_per_token)
     z = routing.logits.logsumexp(-1).square().mean()
@@ -112,7 +112,7 @@ def losses_of(size):
 
 def test_losses_of_one_sample_equal_their_formulas(ranks):
     """transformers' loss is the number of experts per token times larger."""
-    ((actual, expected, _, total),) = ranks(1).run(losses_of, 1)
+    ((actual, expected, _, total),) = ranks(1).run(losses_of_one_sample)
     assert actual == pytest.approx(expected, rel=1e-5) and total == 12
 
 
@@ -120,6 +120,8 @@ def padded_losses():
     config = ExpertsConfig(balance_loss=0.1, z_loss=0.01)
     *_, (counts, values), _, _ = balanced(config, [[0, 0, 0, -1, -1]])
     *_, (counts_without, values_without), _, _ = balanced(ExpertsConfig(), [[0, 0, 0, -1, -1]])
+    *_, (_, values_of_valid), _, _ = balanced(config, [[0, 0, 0]])
+    assert torch.allclose(values, values_of_valid)
     return counts.sum().item(), values.tolist(), counts_without.sum().item(), values_without.tolist()
 
 

@@ -84,10 +84,12 @@ class AdapterCheckpoint:
         )
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """Return rows [start, stop) of a trained parameter, by default all rows."""
-        key = f"model/{name}"
+        """Return rows [start, stop), by default all, of a trained parameter or of the matrix `parameter@expert` of a stack."""
+        parameter, _, expert = name.partition("@")
+        key, matrix = f"model/{parameter}", int(expert) if expert else None
         stored = self.index[key]
-        return read_rows(self.folder, key, stored, start, stored.shape[0] if stop is None else stop)
+        stop = stored.shape[0 if matrix is None else 1] if stop is None else stop
+        return read_rows(self.folder, key, stored, start, stop, matrix=matrix)
 
     def product(self, target: str, rows: slice, columns: slice) -> Tensor:
         """Return a part of the matrix that the adapter adds to the target's weight, in fp32."""
@@ -138,8 +140,9 @@ class AdapterSource:
         return {**self.base.index, **fully}
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Return rows [start, stop) of a parameter. Merged rows are fp32. Raises CorruptError."""
-        if name in self.adapter.trained.fully:
+        """Return rows [start, stop) of a parameter, or of the matrix `parameter@expert` of a stack. Merged rows are fp32. Raises
+        CorruptError."""
+        if name.partition("@")[0] in self.adapter.trained.fully:
             return self.adapter.read(name, start, stop)
         rows, target = self.base.rows(name, start, stop), name.removesuffix(".weight")
         if f"{target}.{LORA_A}" in self.adapter.trained.shapes:

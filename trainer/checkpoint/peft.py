@@ -130,7 +130,8 @@ def load_peft(folder: Path, names: PeftNames, own: Tensors, trained: Tensors) ->
         def read(name: str) -> Tensor:
             return tensors.get_tensor(key_of[name])
 
-        expected = {names.stored(n): torch.empty(names.shape(n, p.shape), device="meta") for n, p in trained.items()}
+        stored = {n: p for n, p in trained.items() if not names.hf.is_stack(n)}
+        expected = {names.stored(n): torch.empty(names.shape(n, p.shape), device="meta") for n, p in stored.items()}
         problems = [*filter(None, [names.unsupported(trained.keys() & names.parameters.keys())])]
         problems += [f"{key} is not trained by this run" for key in sorted(index.keys() - expected.keys())]
         require_match(folder, index, expected, cast=True, problems=problems)

@@ -165,7 +165,7 @@ class Load:
         self.counts = counts
         shares = counts / counts.sum(1, keepdim=True).clamp(min=1)  # (layers, experts)
         violation = shares.amax(1) * self.shape[1] - 1
-        entropy = -torch.special.xlogy(shares, shares).sum(1) / torch.tensor(self.shape[1]).log()
+        entropy = -torch.special.xlogy(shares, shares).sum(1) / torch.tensor(max(2, self.shape[1])).log()
         return {
             "balance_loss": losses[0],
             "router_z_loss": losses[1],

@@ -1,6 +1,7 @@
 """Fully sharded data parallelism (FSDP2): units, resharding, prefetching and precision."""
 
 from functools import partial
+from itertools import chain
 
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -31,14 +32,15 @@ def apply_fsdp(model: nn.Module, plan: ParallelPlan, meshes: Meshes, config: Par
     replicas = ("dp_replicate",) if meshes.dims.dp_replicate > 1 else ()
     shard = partial(fully_shard, mesh=meshes.model[(*replicas, "fsdp")], mp_policy=policy, offload_policy=offload)
     reshard, reshard_last = _reshard(config)
-    blocks = []  # units of the blocks in forward order
+    reshard_experts = reshard if isinstance(reshard, bool) else True  # groups of ranks belong to the model mesh
+    blocks = []  # units of each block, in the order in which forward and backward use them
     for block in model.get_submodule(plan.blocks_path).children():
         experts = [module for module in block.modules() if isinstance(module, Experts)]
         for module in experts:
-            shard(module, mesh=meshes.experts[(*replicas, "efsdp")], reshard_after_forward=reshard)
+            shard(module, mesh=meshes.experts[(*replicas, "efsdp")], reshard_after_forward=reshard_experts)
             run_hooks_outside_checkpoint(module)
         shard(block, reshard_after_forward=reshard)
-        blocks += [block, *experts]
+        blocks.append([block, *experts])
     others = []  # one module of each unit outside the blocks
     for names in plan.fsdp_units if config.fsdp_units == "separate" else ():
         modules = [module for module in map(model.get_submodule, names) if list(module.parameters())]
@@ -51,7 +53,14 @@ def apply_fsdp(model: nn.Module, plan: ParallelPlan, meshes: Meshes, config: Par
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
     # With tied embeddings the first unit is also the last one.
-    _prefetch([*(others[:1] or [model]), *blocks, *others[1:]], config.fsdp_prefetch)
+    first, last = others[:1] or [model], others[1:]
+    forward = [*first, *chain(*blocks), *last]
+    backward = [
+        *reversed(last),
+        *chain(*reversed(blocks)),
+        *first,
+    ]  # a block's gradient arrives before that of its experts
+    _prefetch(forward, backward, config.fsdp_prefetch)
 
 
 def reshard_all(model: nn.Module) -> None:
@@ -78,10 +87,17 @@ def _reshard(config: ParallelConfig) -> tuple[bool | int, bool | int]:
     return reshard, reshard
 
 
-def _prefetch(units: list[nn.Module], depth: int) -> None:
-    """Make each unit start the gather of the next `depth` units. units: one module of each unit, in forward order."""
+def _prefetch(forward: list[nn.Module], backward: list[nn.Module], depth: int) -> None:
+    """Make each unit start the gather of the next `depth` units.
+
+    Args:
+        forward: One module of each unit, in the order of forward.
+        backward: The same, in the order of backward.
+        depth: Number of units to gather ahead. 0: FSDP's default.
+    """
     if depth == 0:
         return
-    for i, unit in enumerate(units):
-        unit.set_modules_to_forward_prefetch(units[i + 1 : i + 1 + depth])
-        unit.set_modules_to_backward_prefetch(units[max(0, i - depth) : i][::-1])
+    for i, unit in enumerate(forward):
+        unit.set_modules_to_forward_prefetch(forward[i + 1 : i + 1 + depth])
+    for i, unit in enumerate(backward):
+        unit.set_modules_to_backward_prefetch(backward[i + 1 : i + 1 + depth])

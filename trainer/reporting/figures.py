@@ -28,6 +28,14 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "train/reward_accuracy": ("Share of pairs with a positive difference", ""),
         "train/skipped_steps": ("Skipped steps since the start", "steps"),
     },
+    "Experts": {
+        "train/expert_load_violation": ("Load of the busiest expert above the mean, mean of the layers", ""),
+        "train/expert_load_violation_max": ("Load of the busiest expert above the mean, worst layer", ""),
+        "train/expert_load_entropy": ("Entropy of the load, 1 if even", ""),
+        "train/idle_experts": ("Share of experts without a token", ""),
+        "train/balance_loss": ("Balance loss, 1 if even", ""),
+        "train/router_z_loss": ("Z-loss of the routers", ""),
+    },
     "Speed": {
         "train/tokens_per_second": ("Tokens per second, all ranks", "tokens/s"),
         "train/mfu_percent": ("Model FLOPs utilization (MFU)", "%"),

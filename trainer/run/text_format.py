@@ -60,7 +60,7 @@ def unused_template(config: Config, family: str, tokenizer: Tokenizer) -> str:
     used = f'the default, data.chat_template = "{default}", is used'
     if template_files.own_template(tokenizer.files):
         return f"{used}, although the tokenizer has a chat template of its own; set data.chat_template to its folder"
-    others = [name for name in template_files.usable_templates(special) if name.startswith(family)]
+    others = [name for name in template_files.usable_templates(special) if name.startswith(family.removesuffix("-moe"))]
     if not others or family.startswith(default):
         return ""
     return (

@@ -30,7 +30,7 @@ from trainer.data.chat.template_files import (
     tags_are_text,
     usable_templates,
 )
-from trainer.data.chat.tokens import NO_END_OF_TURN, RenderingEncoder, TokensAndMask
+from trainer.data.chat.tokens import NO_END_OF_TURN, MissingTokens, RenderingEncoder, TokensAndMask
 from trainer.data.chat.written import check_written
 from trainer.data.tokenizer.protocol import Tokenizer
 from trainer.data.tokenizer.special_tokens import missing_special_tokens, reserved_names
@@ -278,7 +278,10 @@ class ChatFormat:
         return rendering, list(located.values()), unused, context
 
     def _encode_rendered(self, rendering: Rendering, turns: Sequence[Turn], turn_mask: Sequence[bool]) -> TokensAndMask:
-        return self._encoder.encode(rendering, turns, turn_mask, marked=self._template.has_generation_blocks)
+        try:
+            return self._encoder.encode(rendering, turns, turn_mask, marked=self._template.has_generation_blocks)
+        except MissingTokens as missing:
+            raise self._missing_tokens_error(missing.names) from None
 
     def _locate(
         self, rendering: Rendering, data: Mapping[str, Any], add_generation_prompt: bool

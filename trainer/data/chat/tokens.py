@@ -14,6 +14,14 @@ TokensAndMask = tuple[list[int], list[bool]]
 NO_END_OF_TURN = "the template ends an answer without a special token, so generation would never stop"
 
 
+class MissingTokens(Exception):
+    """Error of a text with names of special tokens that the tokenizer does not have."""
+
+    def __init__(self, names: Sequence[str]):
+        super().__init__(names)
+        self.names = names
+
+
 @dataclass
 class _Encoded:
     tokens: list[int] = field(default_factory=list)
@@ -41,13 +49,17 @@ class RenderingEncoder:
     def encode(
         self, rendering: Rendering, turns: Sequence[Turn], turn_mask: Sequence[bool], marked: bool
     ) -> TokensAndMask:
-        """Encode a rendered text. Raises TemplateFailure.
+        """Encode a rendered text.
 
         Args:
             rendering: The text.
             turns: Range of each answer in the text.
             turn_mask: Whether each answer is a target, shape (turns,).
             marked: Whether the template itself marks the answers, with generation blocks.
+
+        Raises:
+            TemplateFailure: The text cannot be encoded.
+            MissingTokens: The tokenizer lacks special tokens of the text.
         """
         encoded = _Encoded()
         end = 0
@@ -100,7 +112,7 @@ class RenderingEncoder:
             elif piece in self.special:
                 parts.append(self.special[piece])
             else:
-                raise self.missing_tokens_error([piece])
+                raise MissingTokens([piece])
         tokens = self.encode_parts(parts, encoded.parts)
         encoded.parts += parts
         encoded.tokens += tokens
