@@ -83,7 +83,9 @@ def build_eval_sets(
     for dataset in eval_sets:
         if dataset.num_samples <= _FEW_SAMPLES and (targets := int(dataset.target_counts.sum())) < _FEW["num_targets"]:
             message = f"its loss will be rough, because it has only {targets} target tokens"
-            console.warning(f"{dataset.name}: {message}; {_WAYS_OUT}")
+            is_limited = dataset.num_samples < len(dataset.samples)
+            way_out = "increase [evaluation] max_samples" if is_limited else _WAYS_OUT
+            console.warning(f"{dataset.name}: {message}; {way_out}")
     return eval_sets
 
 

@@ -37,6 +37,7 @@ import torch.distributed as dist
 
 from models import MODELS
 from models.decoder import Decoder
+from models.spec import saved_weights
 from scripts.train_tokenizer import train
 from trainer.checkpoint.export import HfExport
 from trainer.checkpoint.storage import TensorWrite
@@ -176,7 +177,7 @@ def export(family: str, tokenizer: TokenizerConfig, folder: Path) -> Decoder:
 
     entries = [
         TensorWrite(f"model/{name}", parameter.dtype, tuple(parameter.shape), partial(pieces, parameter))
-        for name, parameter in model.named_parameters()
+        for name, parameter in saved_weights(model).items()
     ]
     files = model_files(config, resolved, load_text_format(config, resolved), {}, None)
     write_model(folder / "checkpoint", entries, files, _GIB, "random parameters")

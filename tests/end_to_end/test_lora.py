@@ -543,6 +543,14 @@ def test_tied_new_tokens_are_merged(ranks, bases, tmp_path):
 MISTAKES = {
     ("--lora.rank", "0"): "--lora.rank 0: must be at least 1",
     ("--lora.targets", "*.wx"): "--lora.targets *.wx: *.wx matches no linear module of the blocks",
+    (
+        "--lora.targets",
+        "q_proj",
+    ): "--lora.targets q_proj: q_proj matches no linear module of the blocks; q_proj is called *.attention.wq here",
+    (
+        "--lora.targets",
+        "*experts*",
+    ): "--lora.targets *experts*: *experts* matches no linear module of the blocks; experts cannot have adapters",
     ("--lora.targets", "output"): "--lora.targets output: output matches no linear module of the blocks",
     ("--parallel.reshard_after_forward", "2"): (
         "--parallel.reshard_after_forward 2: must not be a number of ranks with [lora] rank"

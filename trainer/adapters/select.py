@@ -6,7 +6,8 @@ module, `lora_a` (rank, inputs) and `lora_b` (outputs, rank), so FSDP, recomputa
 parameter. trainer/adapters/apply.py adds them to a model.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +20,14 @@ from trainer.config.fields import matching
 LORA_A, LORA_B = "lora_a", "lora_b"
 SCALE_SETTINGS = ("rank", "alpha", "rslora")
 """Settings that decide on LoraConfig.scale."""
+
+
+_OWN_NAMES = {
+    **{"q_proj": "*.attention.wq", "k_proj": "*.attention.wk", "v_proj": "*.attention.wv", "o_proj": "*.attention.wo"},
+    **{"gate_proj": "*.feed_forward.w1", "up_proj": "*.feed_forward.w3", "down_proj": "*.feed_forward.w2"},
+    **{"lm_head": "output", "embed_tokens": "tok_embeddings"},
+}
+"""Name of a module in most of Hugging Face's models -> pattern of its name in this project."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +71,9 @@ def select_parameters(model: nn.Module, plan: ParallelPlan, config: LoraConfig) 
     blocks = f"{plan.blocks_path}."
     linear = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and n.startswith(blocks)}
     owners = {n: m for n, m in model.named_modules() if list(m.parameters(recurse=False))}
-    targets = matching("lora.targets", config.targets, linear, "linear module of the blocks")
-    modules = matching("lora.train_fully", config.train_fully, owners, "module with parameters")
+    with _own_names():
+        targets = matching("lora.targets", config.targets, linear, "linear module of the blocks")
+        modules = matching("lora.train_fully", config.train_fully, owners, "module with parameters")
     if both := [name for name in targets if name in modules]:
         raise ConfigError(
             "lora.train_fully", f"{both[0]} has an adapter ([lora] targets), so it cannot be trained fully"
@@ -72,6 +82,20 @@ def select_parameters(model: nn.Module, plan: ParallelPlan, config: LoraConfig) 
         raise ConfigError("lora.targets", "is empty, so the run would train nothing; see also [lora] train_fully")
     fully = frozenset(names[p] for name in modules for p in owners[name].parameters(recurse=False))
     return TrainedParameters(fully, adapter_shapes(model, targets, config.rank))
+
+
+@contextmanager
+def _own_names() -> Iterator[None]:
+    """Context manager that adds this project's name of a module to an error about its name in Hugging Face's models."""
+    try:
+        yield
+    except ConfigError as error:
+        pattern = error.message.split()[0]
+        if own := _OWN_NAMES.get(pattern.rpartition(".")[2]):
+            raise ConfigError(error.key, f"{error.message}; {pattern} is called {own} here") from None
+        if "expert" in pattern and error.key == "lora.targets":
+            raise ConfigError(error.key, f"{error.message}; experts cannot have adapters") from None
+        raise
 
 
 def require_trained_vocabulary(model: nn.Module, plan: ParallelPlan, trained: TrainedParameters) -> None:

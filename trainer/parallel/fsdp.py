@@ -5,12 +5,13 @@ from itertools import chain
 
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import Shard
 
 from models.moe import Experts
 from models.spec import ParallelPlan
 from trainer.config import ParallelConfig
 from trainer.parallel.activation_checkpoint import run_hooks_outside_checkpoint
-from trainer.parallel.mesh import Meshes
+from trainer.parallel.mesh import Meshes, ParallelDims
 from trainer.runtime.device import DTYPES
 
 
@@ -37,7 +38,9 @@ def apply_fsdp(model: nn.Module, plan: ParallelPlan, meshes: Meshes, config: Par
     for block in model.get_submodule(plan.blocks_path).children():
         experts = [module for module in block.modules() if isinstance(module, Experts)]
         for module in experts:
-            shard(module, mesh=meshes.experts[(*replicas, "efsdp")], reshard_after_forward=reshard_experts)
+            placement = partial(_expert_placement, dims=meshes.dims)
+            mesh = meshes.experts[(*replicas, "efsdp")]
+            shard(module, mesh=mesh, reshard_after_forward=reshard_experts, shard_placement_fn=placement)
             run_hooks_outside_checkpoint(module)
         shard(block, reshard_after_forward=reshard)
         blocks.append([block, *experts])
@@ -61,6 +64,13 @@ def apply_fsdp(model: nn.Module, plan: ParallelPlan, meshes: Meshes, config: Par
         *first,
     ]  # a block's gradient arrives before that of its experts
     _prefetch(forward, backward, config.fsdp_prefetch)
+
+
+def _expert_placement(stack: nn.Parameter, dims: ParallelDims) -> Shard | None:
+    """Return along which dim FSDP shards stacked matrices. With more ranks than experts, dim 0 would leave ranks without any."""
+    if dims.efsdp * dims.ep > stack.shape[0] and stack.shape[1] % dims.efsdp == 0:
+        return Shard(1)
+    return None  # dim 0
 
 
 def reshard_all(model: nn.Module) -> None:

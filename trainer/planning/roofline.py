@@ -12,7 +12,7 @@ from trainer.runtime.accelerators import AcceleratorSpec
 FLOPS_EFFICIENCY, BANDWIDTH_EFFICIENCY, NETWORK_EFFICIENCY = 0.75, 0.85, 0.8
 """Fractions of peak FLOP/s, memory bandwidth and network bandwidth that matmuls, other operators and collectives reach."""
 
-_OVERLAPPED_AXES = ("fsdp", "dp_replicate", "pp")
+_OVERLAPPED_AXES = ("fsdp", "efsdp", "dp_replicate", "pp")
 """Mesh axes whose collectives overlap with computation."""
 
 
@@ -83,7 +83,7 @@ def step_time(simulation: Simulation, accelerator: AcceleratorSpec, bubble: floa
     collectives_s: Counter[str] = Counter()
     for (axis, collective), calls in simulation.traffic.items():
         ranks = simulation.group_ranks[axis]
-        bandwidth = _group_bandwidth(ranks, accelerator) * NETWORK_EFFICIENCY
+        bandwidth = _group_bandwidth(ranks, accelerator, collective) * NETWORK_EFFICIENCY
         collectives_s[axis] += wire_bytes(collective, calls.num_bytes, len(ranks)) / bandwidth
     pcie = accelerator.pcie_bandwidth * NETWORK_EFFICIENCY
     host_memory = accelerator.host_memory_bandwidth * BANDWIDTH_EFFICIENCY
@@ -106,12 +106,14 @@ def wire_bytes(collective: str, num_bytes: float, ranks: int) -> float:
     return 2 * once if collective == "all-reduce" else once
 
 
-def _group_bandwidth(ranks: Sequence[int], accelerator: AcceleratorSpec) -> float:
+def _group_bandwidth(ranks: Sequence[int], accelerator: AcceleratorSpec, collective: str) -> float:
     """Return each rank's bandwidth within a process group, in bytes per second. A hierarchical collective sends each byte out of
-    a node only once, so the inter-node bandwidths of the node's ranks add up."""
+    a node only once, so the inter-node bandwidths of the node's ranks add up. An all-to-all sends other bytes to each rank."""
     ranks_per_node = Counter(rank // accelerator.gpus_per_node for rank in ranks)
     if len(ranks_per_node) == 1:
         return accelerator.intra_node_bandwidth
+    if collective == "all-to-all":
+        return accelerator.inter_node_bandwidth
     return min(accelerator.intra_node_bandwidth, accelerator.inter_node_bandwidth * min(ranks_per_node.values()))
 
 

@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from models.moe import Experts
+from models.spec import meta_model
 from trainer.config import Config, ConfigError
 from trainer.config.rules import check_combinations
 from trainer.config.toml_text import toml_value
@@ -153,13 +155,21 @@ def _likely_memory(candidate: Candidate, block_bytes: float) -> float:
     dims, stages = resolved.dims, stages_per_rank(config.parallel)
     per_rank = dims.tp * dims.pp * dims.fsdp
     frozen = 0 if config.lora.rank is None else resolved.num_parameters
-    state, _ = minimum_memory(config, resolved, resolved.num_trained // per_rank, frozen // per_rank)
+    trained, experts = resolved.num_trained // per_rank, _num_trained_of_experts(resolved) // per_rank
+    state, _ = minimum_memory(config, resolved, trained, frozen // per_rank, experts)
     # Warm-up microbatches of 1F1B and of interleaved 1F1B (Narayanan et al. 2021).
     in_flight = dims.pp if stages == 1 else ((stages + 1) * dims.pp - 1) / stages
     activations = block_bytes * blocks_per_rank(resolved) * min(in_flight, resolved.grad_accum)
     hidden = math.prod(resolved.hidden_shape) * DTYPES[config.training.compute_dtype].itemsize
     received = hidden * resolved.grad_accum * (2 * stages - 1) * (dims.pp > 1)
     return state + activations + received
+
+
+def _num_trained_of_experts(resolved: ResolvedRun) -> int:
+    model = meta_model(resolved.spec.model, resolved.sizes)
+    experts = (name for name, module in model.named_modules() if isinstance(module, Experts))
+    own = (f"{name}.{leaf}" for name in experts for leaf, _ in model.get_submodule(name).named_parameters())
+    return sum(model.get_parameter(name).numel() for name in own if name in resolved.trained.fully)
 
 
 def _likely_speed(candidate: Candidate, block_s: float) -> float:

@@ -114,7 +114,7 @@ NO_LAYOUT = (
 SUGGESTION = "data.columns names other fields, such as data.columns ="
 
 MALFORMED = [
-    ([1], "the document is not a JSON object"),
+    ([1], 'the document is a list; a list of messages is written as {"messages": [...]}'),
     ("text", "the document is not a JSON object"),
     ({"text": "t"}, f'the document\'s fields (text) {NO_LAYOUT}; dataset = "jsonl", "parquet" or "csv" reads texts'),
     ({"messages": None}, f"the document's fields (none) {NO_LAYOUT}"),

@@ -63,7 +63,7 @@ def test_earlier_answers_that_both_conversations_share_are_part_of_the_prompt():
 @pytest.mark.parametrize(
     ("pair", "reason"),
     [
-        ([], "the document is not a JSON object"),
+        ([], 'the document is a list; a list of messages is written as {"messages": [...]}'),
         ({"prompt": "p", "chosen": "c"}, "the document has no rejected answer; its fields: prompt, chosen"),
         (
             {"prompt": "p", "chosen": "c", "bad": "b"},

@@ -106,6 +106,8 @@ def _repeated_prompt(prompt: Any, messages: Sequence[Any]) -> tuple[str, ...]:
 
 def checked_document(document: Any) -> Mapping[str, Any]:
     """Return a document. Raises MalformedConversation if it is not an object, or no text that a tokenizer accepts."""
+    if isinstance(document, list):
+        raise MalformedConversation('the document is a list; a list of messages is written as {"messages": [...]}')
     if not isinstance(document, Mapping):
         raise MalformedConversation("the document is not a JSON object")
     if has_lone_surrogate(json.dumps(document, ensure_ascii=False, default=str)):

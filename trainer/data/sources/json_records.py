@@ -160,11 +160,11 @@ def _skip_line(file: Any) -> int:
 
 
 def _first_list(head: bytes) -> str:
-    """Return the name of the first field that holds a list of objects, in the object at the beginning of a file, or ""."""
+    """Return the name of the first field that holds a list of objects or lists, in the object at the start of a file, or ""."""
     text = head.decode("utf-8-sig", "ignore").lstrip()
     position = 1
     while text.startswith("{") and (name := _NAME.match(text, position)):
-        if re.compile(r"\[\s*\{").match(text, name.end()):
+        if re.compile(r"\[\s*[\[{]").match(text, name.end()):
             return name[1]
         try:
             _, stop = json.JSONDecoder().raw_decode(text, name.end())
