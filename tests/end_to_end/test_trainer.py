@@ -135,6 +135,7 @@ FAMILY_ROWS = [
     "tp=4 model.name=phi",  # rotation of a part of each head
     "dp_shard=2 ep=2 model.name=mixtral experts.balance_loss=0.1 experts.z_loss=0.01",
     "tp=2 ep=2 sequence_parallel=false model.name=olmoe experts.balance_loss=0.1",
+    "dp_shard=4 model.name=mixtral model.overrides.n_experts=2 fsdp_prefetch=1",  # more ranks than experts
     "cp=2 tp=2 ep=2 model.name=qwen3-moe experts.balance_loss=0.1 experts.z_loss=0.01",
     "dp_shard=2 pp=2 ep=2 pipeline_schedule=ZBVZeroBubble model.name=mixtral experts.balance_loss=0.1",
     "dp_shard=2 ep=2 activation_checkpoint.mode=selective model.name=olmoe experts.z_loss=0.01",
