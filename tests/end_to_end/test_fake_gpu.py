@@ -9,6 +9,9 @@ from tests.fake_gpu import run_step
 from trainer import engine
 from trainer.testing.ranks import RankError
 
+pytestmark = pytest.mark.skipif(
+    torch.__version__ < (2, 13), reason="fake tensors of torch 2.11 have no addmm with another dtype of its result"
+)
 LAYOUTS = (
     "dp_shard=1",
     "dp_shard=1 training.compute_dtype=bf16 activation_checkpoint.mode=selective resilience.on_loss_spike=skip",

@@ -205,6 +205,8 @@ ROWS = [
 
 @pytest.mark.parametrize("text", ROWS)
 def test_preferences_have_the_losses_and_gradients_of_one_rank(ranks, base, on_one_rank, tmp_path, text):
+    if torch.__version__ < (2, 13) and "ZeroBubble" in text:
+        pytest.skip("needs torch 2.13")
     layout = Layout.parse(text)
     argv = [*base, "--preference.loss", "dpo"]
     size = num_ranks(load_config(combine([*argv, *flags(layout.settings)])).parallel)

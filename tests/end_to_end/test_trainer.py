@@ -143,7 +143,7 @@ FAMILY_ROWS = [
 ]
 
 
-@pytest.mark.parametrize("text", FAMILY_ROWS)
+@pytest.mark.parametrize("text", [layout_param(text) for text in FAMILY_ROWS])
 def test_every_family_has_the_losses_and_gradients_of_one_rank(ranks, tiny, tmp_path, parity_reference, text):
     assert_like_one_rank(ranks, tiny, tmp_path / "run", parity_reference, text, n_layers=4)
 
@@ -243,7 +243,7 @@ def test_resume_on_another_layout_continues_the_loss_curve(ranks, tiny, tmp_path
 
 
 @pytest.mark.parametrize(
-    "text", ["tp=2", "cp=2", "pp=2", "pp=2 pipeline_schedule=ZBVZeroBubble", "dp_shard=2 tp=2 pp=2"]
+    "text", ["tp=2", "cp=2", "pp=2", layout_param("pp=2 pipeline_schedule=ZBVZeroBubble"), "dp_shard=2 tp=2 pp=2"]
 )
 def test_evaluation_does_not_depend_on_the_layout(ranks, tiny, tmp_path, on_one_rank, text):
     extra = ["--evaluation.interval_steps", "2", "--evaluation.max_samples", "11"]
