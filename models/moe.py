@@ -141,7 +141,13 @@ class MixtureOfExperts(nn.Module):
     a feed-forward layer whose result is added."""
 
     def __init__(self, sizes: MixtureSizes, router: Router | None = None, shared: FeedForward | None = None):
-        """router: None: built from the sizes. shared: None: no shared experts."""
+        """Build the experts.
+
+        Args:
+            sizes: Of the model.
+            router: None: built from the sizes.
+            shared: Feed-forward layer of the shared experts. None: no shared experts.
+        """
         super().__init__()
         self.router = router or Router(sizes)
         self.experts = Experts(sizes.n_experts, sizes.dim, sizes.expert_dim, sizes.experts_per_token)

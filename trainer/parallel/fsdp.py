@@ -58,11 +58,8 @@ def apply_fsdp(model: nn.Module, plan: ParallelPlan, meshes: Meshes, config: Par
     # With tied embeddings the first unit is also the last one.
     first, last = others[:1] or [model], others[1:]
     forward = [*first, *chain(*blocks), *last]
-    backward = [
-        *reversed(last),
-        *chain(*reversed(blocks)),
-        *first,
-    ]  # a block's gradient arrives before that of its experts
+    # A block's gradient arrives before that of its experts.
+    backward = [*reversed(last), *chain(*reversed(blocks)), *first]
     _prefetch(forward, backward, config.fsdp_prefetch)
 
 

@@ -59,7 +59,7 @@ def initialize(model: nn.Module, seed: int, loaded: Collection[str] = (), lora: 
             if local.numel() == 0:
                 continue
             is_stack = parameter.dim() == 3
-            matrices = zip(_indices(region[0]), local, strict=True) if is_stack else [(None, local)]
+            matrices = zip(range(region[0].start, region[0].stop), local, strict=True) if is_stack else [(None, local)]
             rows, *columns = region[1:] if is_stack else region
             shape = parameter.shape[1:] if is_stack else parameter.shape
             groups = range(rows.start // ROWS_PER_SEED, -(-rows.stop // ROWS_PER_SEED))
@@ -71,10 +71,6 @@ def initialize(model: nn.Module, seed: int, loaded: Collection[str] = (), lora: 
                     start, stop = max(first_row, rows.start), min(first_row + ROWS_PER_SEED, rows.stop)
                     own = drawn[(slice(start - first_row, stop - first_row), *columns)]
                     matrix[start - rows.start : stop - rows.start].copy_(own)
-
-
-def _indices(region: slice) -> range:
-    return range(region.start, region.stop)
 
 
 def _draw(

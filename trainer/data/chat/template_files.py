@@ -105,7 +105,13 @@ def marking_templates(text: str) -> Iterator[tuple[str, str, str]]:
 
 def fitting_templates(template: str, special_tokens: Collection[str], names: Mapping[str, str]) -> Iterator[str]:
     """Yield the names of the shipped templates that can replace a template: all their special tokens and tags, such as
-    [INST], occur in it, and the tokenizer has the special tokens. names: text of each variable such as bos_token."""
+    [INST], occur in it, and the tokenizer has the special tokens.
+
+    Args:
+        template: Jinja text of the template to replace.
+        special_tokens: Special tokens of the tokenizer.
+        names: Text of each variable such as bos_token.
+    """
     for name, path in BUILT_IN.items():
         text = _read(path)
         special, tags = set(re.findall(SPECIAL_LOOKING, text)), set(re.findall(_TAG, text))
