@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from itertools import islice
+from multiprocessing import connection
 
 import numpy as np
 import pytest
@@ -269,8 +270,9 @@ def workers_after_close():
     first_tokens(batches, 1)
     workers = multiprocessing.active_children()
     batches.close()
-    for worker in workers:
-        worker.join()
+    while any(worker.exitcode is None for worker in workers):
+        # A join does not suffice: the pool's thread may have been told of the end first, and store the code later.
+        connection.wait([worker.sentinel for worker in workers])
     return len(workers), [worker.exitcode for worker in workers]
 
 

@@ -4,6 +4,7 @@ import errno
 import multiprocessing
 import signal
 import sys
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -96,6 +97,17 @@ def _explain_start_errors(num_workers: int) -> Iterator[None]:
         raise LoadingFailed(f"{message}; data.num_workers = 0 needs none") from None
 
 
+def _exit_code(process: BaseProcess) -> int | None:
+    """Return the exit code of a process, or None if it does not end within _JOIN_S.
+
+    The pool's thread joins its processes, too. The thread that comes second is told that there is no such process, and finds the
+    code once the first has stored it."""
+    deadline = time.monotonic() + _JOIN_S
+    while process.exitcode is None and (remaining := deadline - time.monotonic()) > 0:
+        process.join(remaining)
+    return process.exitcode
+
+
 class WorkerPool:
     """Processes that load microbatches in the order of their sample indices, `prefetch` microbatches for each process ahead."""
 
@@ -166,9 +178,9 @@ class WorkerPool:
 
     def _describe_death(self, error: BrokenProcessPool) -> str:
         for process in self._processes:
-            process.join(_JOIN_S)
-            if process.exitcode is not None and process.exitcode < 0:
-                number = -process.exitcode
+            exit_code = _exit_code(process)
+            if exit_code is not None and exit_code < 0:
+                number = -exit_code
                 name = signal.Signals(number).name
                 cause = f": {_DEATH_ADVICE[number]}" if number in _DEATH_ADVICE else ""
                 return f"{name} killed process {process.pid}, which loads training data{cause}"
