@@ -40,18 +40,25 @@ class Router(nn.Module):
         self.multiply_adds_per_token = {"weight": sizes.n_experts * sizes.dim}
 
     def forward(self, x: Tensor) -> Routing:
-        """Choose the experts of each token. Of equal scores, that of the lower index comes first.
-
-        Scores are computed in fp32: rounded scores of many experts are often equal.
+        """Choose the experts of each token. Scores are computed in fp32: rounded scores of many experts are often equal.
 
         Args:
             x: (batch, seq, dim).
         """
-        logits = F.linear(x.float(), self.weight.float())  # (batch, seq, experts)
+        logits = self.logits(x)
         scores = logits.softmax(-1)
-        best, order = scores.sort(dim=-1, descending=True, stable=True)
-        weights, experts = (t[..., : self.experts_per_token] for t in (best, order))
+        experts = self.choose(scores)
+        weights = scores.gather(-1, experts)
         return Routing(weights / weights.sum(-1, keepdim=True) if self.normalize else weights, experts, scores, logits)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Return the logits of all experts, (batch, seq, experts), fp32. x: (batch, seq, dim)."""
+        return F.linear(x.float(), self.weight.float())
+
+    def choose(self, scores: Tensor) -> Tensor:
+        """Return the indices of the best experts, by falling scores, (batch, seq, experts per token), int64. Of equal scores, that
+        of the lower index comes first. scores: (batch, seq, experts)."""
+        return scores.argsort(dim=-1, descending=True, stable=True)[..., : self.experts_per_token]
 
 
 class CorrectedRouter(Router):
@@ -80,10 +87,9 @@ class CorrectedRouter(Router):
 
     def forward(self, x: Tensor) -> Routing:
         """See Router. x: (batch, seq, dim)."""
-        logits = F.linear(x.float(), self.weight.float())  # (batch, seq, experts)
+        logits = self.logits(x)
         scores = logits.sigmoid()
-        order = self._among_best_groups(scores + self.correction).argsort(dim=-1, descending=True, stable=True)
-        experts = order[..., : self.experts_per_token]
+        experts = self.choose(self._among_best_groups(scores + self.correction))
         weights = scores.gather(-1, experts)
         if self.normalize:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)

@@ -26,7 +26,7 @@ from trainer.config.command_line import Arguments, run_to_end
 from trainer.system.environment import environment
 from trainer.system.files import read_json_lines
 from trainer.testing.layouts import DEBUG_FAMILIES, Layout
-from trainer.testing.parity import Row, Runs, within
+from trainer.testing.parity import Row, Runs
 from trainer.testing.ranks import RankError
 
 LAYOUTS = [
@@ -54,10 +54,10 @@ def measure(family: str, text: str) -> dict[str, float | bool | str]:
     with tempfile.TemporaryDirectory(prefix="families-", ignore_cleanup_errors=True) as folder:
         runs = Runs(argv, 3, Path(folder))
         try:
-            deviation, limits, _ = Row.build(runs, Layout.parse(text), 1).measure(runs)
+            found = Row.build(runs, Layout.parse(text), 1).measure(runs)
         except RankError as error:
             return {"passed": False, "error": str(error).strip().splitlines()[-1]}
-        return deviation | {"passed": within(deviation, limits)}
+        return found.deviation | {"passed": found.passed}
 
 
 def markdown(rows: dict[tuple[str, str], dict]) -> str:

@@ -26,7 +26,7 @@ from trainer.data.tokenizer.backends import DEFAULT_FILE
 from trainer.run.resolve import resolve
 from trainer.testing import parity
 from trainer.testing.layouts import PARITY_MATRIX, Layout, batch_settings, flags, num_ranks
-from trainer.testing.parity import LIMITS, Trained, deviations, within
+from trainer.testing.parity import LIMITS, ROUTING_LIMITS, Trained, deviations, within
 from trainer.testing.ranks import RankError
 
 
@@ -89,9 +89,9 @@ def layout_param(text):
     return pytest.param(text, marks=pytest.mark.skip("needs torch 2.13")) if old else text
 
 
-def trained(ranks, size, argv, folder):
-    """Train and return losses, gradient norms and gradients."""
-    parts = ranks(size).run(parity.train, [*argv, *in_folder(folder)])
+def trained(ranks, size, argv, folder, decisions=None):
+    """Train and return losses, gradient norms and gradients. decisions: see parity.train."""
+    parts = ranks(size).run(parity.train, [*argv, *in_folder(folder)], decisions or {})
     return Trained.of_ranks(records(folder), parts)
 
 
@@ -154,11 +154,14 @@ def assert_like_one_rank(ranks, tiny, folder, parity_reference, text, n_layers=0
     layout = Layout.parse(text)
     blocks = n_layers or 2 * int(layout.settings.get("parallel.pp", 1))
     common = [*depth(blocks), "--training.steps", "3"]
-    run = trained(ranks, size, [*tiny, *common, *layout_flags], folder)
-    deviation = deviations(parity_reference(*common, *flags(layout.single_rank_settings)), run)
+    reference = parity_reference(*common, *flags(layout.single_rank_settings))
+    run = trained(ranks, size, [*tiny, *common, *layout_flags], folder, reference.decisions)
+    deviation = deviations(reference, run)
     if "bf16" in text:
         deviation["gradient"] /= 3  # of a single parameter, whose rounding errors do not cancel
-    assert within(deviation, LIMITS["bf16" if "bf16" in text else "fp32"]), deviation
+    dtype = "bf16" if "bf16" in text else "fp32"
+    assert within(deviation, LIMITS[dtype]), deviation
+    assert run.routed_differently <= ROUTING_LIMITS[dtype]
 
 
 def test_losses_do_not_depend_on_the_microbatches(ranks, tiny, tmp_path):

@@ -68,6 +68,14 @@ CONTROLS = {
         ],
         {"gradients averaged", "gradients of replicated norms", "losses averaged", "answers not summed"},
     ),
+    "experts": (
+        ["--model.name", "deepseek-v3", "--experts.balance_loss", "0.1", "--experts.bias_rate", "0.1"],
+        {
+            *("gradients averaged", "gradients of replicated norms", "gradients of routers", "gradients of experts"),
+            *("rows sent", "gradients of a sequence's", "gradient norm without", "gradient norm of experts"),
+            *("balance loss without", "balance loss not", "balance loss of", "load of experts", "corrections changed"),
+        },
+    ),
 }
 
 
@@ -87,7 +95,7 @@ def test_every_injected_bug_is_caught_and_names_a_wrong_parameter(monkeypatch, t
     found = {}
     for line, below in itertools.pairwise(lines):
         if line.startswith("negative control: "):
-            assert line.endswith(" caught")
+            assert " s caught" in line, line
             found[line.removeprefix("negative control: ").split("  ")[0]] = below.split(":")[0].strip()
     assert {next(name for name in found if name.startswith(start)) for start in expected} == found.keys()
     for name in found:

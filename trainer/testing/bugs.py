@@ -1,14 +1,18 @@
 """Published bugs, injected into a run as negative controls of scripts/parity.py and scripts/leak_probe.py."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
+import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from models import llama
 from models.rope import rotate_halves
@@ -19,8 +23,11 @@ from trainer.config import Config
 from trainer.data.prepare.encode import CHAT_DATASETS
 from trainer.engine import Engine
 from trainer.objective import preference
-from trainer.parallel import tensor
+from trainer.parallel import balance, experts, tensor
+from trainer.parallel.activation_checkpoint import Forward
 from trainer.parallel.attention import Mask
+from trainer.parallel.balance import Balance, Load
+from trainer.parallel.experts import AllToAllExchange
 from trainer.parallel.step import SpmdStep
 from trainer.run.resolve import ResolvedRun
 from trainer.runtime.dtensor import to_local
@@ -67,14 +74,15 @@ def _after_init(cls: type, change: Callable[[Any], None]) -> AbstractContextMana
     return patch.object(cls, "__init__", init)
 
 
-def _count_twice(engine: Engine) -> None:
+def _count_twice(engine: Engine, part: str) -> None:
+    """Double the gradients of the parameters in whose names `part` is."""
     step = engine.forward_backward
     original = step._forward_backward
 
     def forward_backward(*args: Any) -> Sequence[Tensor]:
         results = original(*args)
         for name, parameter in engine.parameters.items():
-            if name.endswith("attention_norm.weight"):
+            if part in name:
                 parameter.grad.mul_(2)
         return results
 
@@ -92,6 +100,70 @@ def _averaged_per_microbatch() -> AbstractContextManager:
     return patch.object(SpmdStep, "_forward_backward", forward_backward)
 
 
+def _weight_of_experts_in_norm(engine: Engine, factor: float) -> None:
+    optimizer = engine.optimizer
+    of_experts = torch.tensor([".experts." in name for name in optimizer.names.values()])
+    optimizer.shares = optimizer.shares.where(~of_experts, optimizer.shares * factor)
+
+
+def _rows_detached() -> AbstractContextManager:
+    original = AllToAllExchange.forward
+    return patch.object(
+        AllToAllExchange,
+        "forward",
+        lambda exchange, experts, rows, counts: original(exchange, experts, rows.detach(), counts),
+    )
+
+
+def _sliced_sequence(forward: Forward, tp: DeviceMesh, x: Tensor, *args: Any) -> Tensor:
+    """Slice the sequence without a gather in backward."""
+    own = x.chunk(tp.size(), 1)[tp.get_local_rank()]
+    result = DTensor.from_local(forward(own, *args), tp, [Shard(1)], run_check=False)
+    return result.redistribute(placements=[Replicate()]).to_local()
+
+
+def _losses_detached() -> AbstractContextManager:
+    original = Balance._losses
+    return patch.object(Balance, "_losses", lambda *args: original(*args).detach())
+
+
+def _load_of_one_rank() -> AbstractContextManager:
+    original = Load.take
+
+    def take(load: Load, num_samples: int) -> dict[str, Tensor]:
+        with patch.object(balance, "sum_over", lambda counts, group: counts):
+            return original(load, num_samples)
+
+    return patch.object(Load, "take", take)
+
+
+def _correct_each_microbatch(engine: Engine) -> None:
+    step, load = engine.forward_backward, engine.load
+    if not isinstance(step, SpmdStep) or load is None:
+        return
+    start, microbatches = step.start_microbatch, itertools.count()
+
+    def start_microbatch(is_last: bool) -> None:
+        if next(microbatches):
+            load.take(1)
+            load.correct(torch.tensor(False))
+        start(is_last)
+
+    step.start_microbatch = start_microbatch
+
+
+def _has_experts(config: Config, resolved: ResolvedRun) -> bool:
+    return resolved.plan.has_experts
+
+
+def _has_balance_loss(config: Config, resolved: ResolvedRun) -> bool:
+    return resolved.plan.has_experts and config.experts.balance_loss > 0
+
+
+def _has_corrections(config: Config, resolved: ResolvedRun) -> bool:
+    return resolved.plan.has_experts and config.experts.bias_rate > 0
+
+
 BUGS = {
     "gradients averaged instead of summed": Bug(("dp_shard=2", "cp=2"), _averaged),
     "gradients of head norms not summed over tp": Bug(
@@ -105,7 +177,7 @@ BUGS = {
     ),
     "gradients of replicated norms counted tp times": Bug(
         ("tp=2",),
-        lambda: _after_init(Engine, _count_twice),
+        lambda: _after_init(Engine, partial(_count_twice, part="attention_norm.weight")),
         applies=lambda config, resolved: any("attention_norm" in name for name in resolved.trained.fully),
         parameters="attention_norm",
     ),
@@ -145,6 +217,53 @@ BUGS = {
             kind.has_window(config.training.seq_len) for kind in resolved.plan.kinds.values()
         ),
         leaks=True,
+    ),
+    "gradients of routers not summed over tp": Bug(
+        ("tp=2",),
+        lambda: patch.object(experts, "Partial", Replicate),
+        applies=_has_experts,
+        parameters="router",
+    ),
+    "gradients of experts counted ep times": Bug(
+        ("dp_shard=2 ep=2",),
+        lambda: _after_init(Engine, partial(_count_twice, part=".experts.")),
+        applies=_has_experts,
+        parameters="experts.",
+    ),
+    "rows sent to experts without a gradient": Bug(("dp_shard=2 ep=2",), _rows_detached, applies=_has_experts),
+    "gradients of a sequence's parts not gathered over tp": Bug(
+        ("tp=2 ep=2 sequence_parallel=false",),
+        lambda: patch.object(experts, "_forward_on_own_tokens", _sliced_sequence),
+        applies=_has_experts,
+    ),
+    "gradient norm without experts": Bug(
+        ("tp=2 ep=2",),
+        lambda: _after_init(Engine, partial(_weight_of_experts_in_norm, factor=0.0)),
+        applies=_has_experts,
+    ),
+    "gradient norm of experts averaged over ep": Bug(
+        ("dp_shard=2 ep=2",),
+        lambda: _after_init(Engine, partial(_weight_of_experts_in_norm, factor=0.5)),
+        applies=_has_experts,
+    ),
+    "balance loss without a gradient": Bug(("dp_shard=2",), _losses_detached, applies=_has_balance_loss),
+    "balance loss not divided by the number of microbatches": Bug(
+        ("dp_shard=2",),
+        lambda: _after_init(Balance, lambda module: setattr(module, "num_samples", module.num_samples // 2)),
+        applies=_has_balance_loss,
+        microbatches=2,
+    ),
+    "balance loss of a rank's part of a sequence": Bug(
+        ("cp=2", "tp=2"),
+        lambda: _after_init(Balance, lambda module: module.groups.clear()),
+        applies=_has_balance_loss,
+    ),
+    "load of experts not summed over ranks": Bug(("tp=2 ep=2",), _load_of_one_rank, applies=_has_corrections),
+    "corrections changed in every microbatch": Bug(
+        ("dp_shard=2",),
+        lambda: _after_init(Engine, _correct_each_microbatch),
+        applies=_has_corrections,
+        microbatches=2,
     ),
 }
 """Name of a bug -> the bug."""

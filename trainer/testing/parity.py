@@ -8,12 +8,12 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import numpy as np
@@ -42,6 +42,7 @@ from trainer.testing.layouts import (
     settings_of,
 )
 from trainer.testing.ranks import LocalRanks, RankError
+from trainer.testing.routing import Decisions, RouterLog
 from trainer.testing.transformers_model import transformers_step
 
 LIMITS = {
@@ -50,6 +51,8 @@ LIMITS = {
 }
 """compute_dtype -> metric -> maximum relative deviation that is accepted as rounding error. In bf16, the gradient norm of the
 debug run on one rank deviates from that in fp32 by 0.1 % in most steps, but by up to 2 % in a single step."""
+ROUTING_LIMITS = {"fp32": 1e-4, "bf16": 5e-2}
+"""compute_dtype -> maximum share of a router's decisions that a rounding error is accepted to change."""
 
 NEGLIGIBLE = 1e-4
 """Fraction of the gradient norm below which the gradient of a parameter is rounding error. The deviations of smaller gradients
@@ -64,12 +67,39 @@ class Trained:
     """Metrics of each step."""
     gradients: tuple[dict[str, Tensor], dict[str, Tensor]]
     """Name of a parameter -> its full gradient before clipping, in the first and in the last step."""
+    decisions: dict[int, Decisions] = field(default_factory=dict)
+    """Layer -> decisions of its router. Empty without experts, or if they were replayed."""
+    num_decisions: int = 0
+    num_different: int = 0
+    """See RouterLog."""
 
     @classmethod
-    def of_ranks(cls, records: list[dict], parts: Sequence[tuple[dict[str, Tensor], dict[str, Tensor]]]) -> "Trained":
+    def of_ranks(cls, records: list[dict], parts: Sequence["TrainedPart"]) -> "Trained":
         """parts: result of `train` on each rank."""
-        first, last = ({k: g for part in step for k, g in part.items()} for step in zip(*parts, strict=True))
-        return cls(records, (first, last))
+        first, last = (
+            {k: g for step in steps for k, g in step.items()}
+            for steps in zip(*(p.gradients for p in parts), strict=True)
+        )
+        layers = {layer for p in parts for layer in p.decisions}
+        decisions = {i: Decisions.join(p.decisions[i] for p in parts if i in p.decisions) for i in layers}
+        counts = (sum(p.num_decisions for p in parts), sum(p.num_different for p in parts))
+        return cls(records, (first, last), decisions, *counts)
+
+    @property
+    def routed_differently(self) -> float:
+        """Share of the replayed decisions that the run would have made differently."""
+        return self.num_different / max(1, self.num_decisions)
+
+
+class TrainedPart(NamedTuple):
+    """Results of a training run on one rank."""
+
+    gradients: tuple[dict[str, Tensor], dict[str, Tensor]]
+    """Those of the parameters of which this rank is the first to have them, see Trained."""
+    decisions: dict[int, Decisions]
+    num_decisions: int
+    num_different: int
+    """See Trained."""
 
 
 @dataclass(frozen=True)
@@ -113,9 +143,14 @@ def within(deviation: dict[str, float], limits: dict[str, float]) -> bool:
     return all(deviation[name] <= limit for name, limit in limits.items())
 
 
-def train(argv: Sequence[str], bug: str = "") -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Train on this rank. Return the full gradients in the first and in the last step, each on one of the ranks that have the
-    parameter. bug: key of BUGS, or "" for a correct run."""
+def train(argv: Sequence[str], decisions: Mapping[int, Decisions] = {}, bug: str = "") -> TrainedPart:
+    """Train on this rank.
+
+    Args:
+        argv: Command line of the run.
+        decisions: Layer -> decisions that its router must repeat. Empty: routers decide.
+        bug: Key of BUGS, or "" for a correct run.
+    """
     os.environ["LOG_RANK"] = ""  # only the table is printed
     config, cpu = load_config(argv), torch.device("cpu")
     resolved = resolve(config, dist.get_world_size())
@@ -123,6 +158,9 @@ def train(argv: Sequence[str], bug: str = "") -> tuple[dict[str, Tensor], dict[s
     with BUGS[bug].inject() if bug else nullcontext():
         trainer = build_trainer(config, resolved, cpu, None)
         engine, clip = trainer.engine, trainer.engine.optimizer.clip
+        log = RouterLog(decisions)
+        if engine.load is not None:
+            log.watch(engine.load.layers)
 
         def record_and_clip(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
             if next(steps) in (1, config.training.steps):
@@ -133,7 +171,8 @@ def train(argv: Sequence[str], bug: str = "") -> tuple[dict[str, Tensor], dict[s
         with patch.object(engine.optimizer, "clip", record_and_clip):
             trainer.train()
     is_first_of_stage = dist.get_rank() % resolved.dims.ranks_per_stage == 0
-    return (gradients[0], gradients[-1]) if is_first_of_stage else ({}, {})
+    kept = (gradients[0], gradients[-1]) if is_first_of_stage else ({}, {})
+    return TrainedPart(kept, log.decisions(), log.num_decisions, log.num_different)
 
 
 def full(tensor: Tensor) -> Tensor:
@@ -177,22 +216,42 @@ class Runs:
         """Return the command line of a run. The settings of the comparison override the user's settings."""
         return flags(self.given | self.common | settings)
 
-    def run(self, settings: dict[str, str], ranks: int, bug: str = "") -> Trained:
-        """Train and return the results. Raises RankError."""
+    def run(
+        self, settings: dict[str, str], ranks: int, decisions: Mapping[int, Decisions] = {}, bug: str = ""
+    ) -> Trained:
+        """Train and return the results.
+
+        Args:
+            settings: Those in which the run differs from others of the comparison.
+            ranks: Number of ranks.
+            decisions: See `train`.
+            bug: See `train`.
+
+        Raises:
+            RankError: A rank fails.
+        """
         try:
-            parts = LocalRanks(ranks).run(train, self.flags(settings), bug)
+            parts = LocalRanks(ranks).run(train, self.flags(settings), decisions, bug)
             records = [r for r in read_json_lines(self.folder / "run" / "metrics.jsonl") if r["kind"] == "train"]
             return Trained.of_ranks(records, parts)
         finally:
             shutil.rmtree(self.folder / "run", ignore_errors=True)
 
-    def reference(self, layout: Layout, **overrides: str) -> Trained:
+    def reference(self, layout: Layout, decisions: Mapping[int, Decisions] = {}, **overrides: str) -> Trained:
         """Return the results of the reference run on one rank. It uses `overrides`, and the layout's settings that change the
-        result of training."""
+        result of training.
+
+        Args:
+            layout: Of the run that is compared.
+            decisions: See `train`.
+            **overrides: Other settings.
+        """
         settings = layout.single_rank_settings | overrides
         key = tuple(sorted(settings.items()))
         if key not in self.single_rank_runs:
-            compute = self._run_transformers if self.with_transformers else partial(self.run, ranks=1)
+            compute = (
+                self._run_transformers if self.with_transformers else partial(self.run, ranks=1, decisions=decisions)
+            )
             self.single_rank_runs[key] = compute(settings)
         return self.single_rank_runs[key]
 
@@ -207,8 +266,9 @@ class Runs:
         limits = LIMITS[dtype]
         if dtype == "fp32":
             return limits
-        exact = self.reference(layout, **{"training.compute_dtype": "fp32"})
-        rounding = deviations(exact, self.reference(layout))
+        rounded = self.reference(layout)
+        exact = self.reference(layout, rounded.decisions, **{"training.compute_dtype": "fp32"})
+        rounding = deviations(exact, rounded)
         return {name: max(limit, 2 * rounding[name]) for name, limit in limits.items()}
 
 
@@ -228,30 +288,53 @@ class Row:
         settings = layout.settings | batch
         return cls(layout, load_layout(runs.flags(settings)), settings, microbatches)
 
-    def measure(self, runs: Runs, bug: str = "") -> tuple[dict[str, float], dict[str, float], list[GradientDeviation]]:
-        """Train. Return the deviations, their limits and the comparison of each gradient. Raises RankError."""
-        ranks, dtype = num_ranks(self.config.parallel), self.config.training.compute_dtype
-        reference, run = runs.reference(self.layout), runs.run(self.settings, ranks, bug)
-        return deviations(reference, run), runs.limits(self.layout, dtype), gradient_deviations(reference, run)
+    def measure(self, runs: Runs, bug: str = "") -> "Comparison":
+        """Train. Raises RankError."""
+        dtype, reference = self.config.training.compute_dtype, runs.reference(self.layout)
+        run = runs.run(self.settings, num_ranks(self.config.parallel), reference.decisions, bug)
+        return Comparison(dtype, deviations(reference, run), runs.limits(self.layout, dtype), reference, run)
 
     def run(self, runs: Runs, table: Table, num_gradients: int, bug: str = "") -> bool:
         """Print the row, and the parameters whose gradients deviate most. Return whether the deviations are within the limits."""
-        start, ranks, dtype = time.perf_counter(), num_ranks(self.config.parallel), self.config.training.compute_dtype
+        start, ranks = time.perf_counter(), num_ranks(self.config.parallel)
         name = f"negative control: {bug}" if bug else self.layout.text
         try:
-            deviation, limits, gradients = self.measure(runs, bug)
+            found = self.measure(runs, bug)
         except RankError as error:
             table.row(name, ranks, self.microbatches, f"FAIL: {str(error).strip().splitlines()[-1]}")
             return bool(bug)  # the layout fails; the negative control counts as not caught
-        passed = within(deviation, limits)
-        verdict = ("NOT CAUGHT" if passed else "caught") if bug else ("pass" if passed else "FAIL")
-        changed = " ".join(f"{limit:.1e}" for limit in limits.values())
-        raised = "" if limits == LIMITS[dtype] else f"(limits {changed})"
-        columns = (*(f"{value:.1e}" for value in deviation.values()), f"{time.perf_counter() - start:.0f} s")
-        table.row(name, ranks, self.microbatches, *columns, f"{verdict} {raised}".strip())
-        for g in gradients[: num_gradients if passed else max(1, num_gradients)]:
+        verdict = ("NOT CAUGHT" if found.passed else "caught") if bug else ("pass" if found.passed else "FAIL")
+        columns = (*(f"{value:.1e}" for value in found.deviation.values()), f"{time.perf_counter() - start:.0f} s")
+        table.row(name, ranks, self.microbatches, *columns, " ".join([verdict, *found.remarks()]))
+        gradients = gradient_deviations(found.reference, found.run)
+        for g in gradients[: num_gradients if found.passed else max(1, num_gradients)]:
             print(f"    {g.name}: norm x {g.ratio:.6f}, cosine {g.cosine:.6f}, deviation {g.deviation:.1e}", flush=True)
-        return passed
+        return found.passed
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Results of a run and of its reference."""
+
+    dtype: str
+    """compute_dtype of the run."""
+    deviation: dict[str, float]
+    limits: dict[str, float]
+    reference: Trained
+    run: Trained
+
+    @property
+    def passed(self) -> bool:
+        return within(self.deviation, self.limits) and self.run.routed_differently <= ROUTING_LIMITS[self.dtype]
+
+    def remarks(self) -> list[str]:
+        """Return what the table says behind the verdict."""
+        remarks = []
+        if self.limits != LIMITS[self.dtype]:
+            remarks.append(f"(limits {' '.join(f'{limit:.1e}' for limit in self.limits.values())})")
+        if self.run.num_decisions:
+            remarks.append(f"({self.run.num_different} of {self.run.num_decisions} tokens routed differently)")
+        return remarks
 
 
 def control_row(runs: Runs, bug: Bug) -> Row | None:
