@@ -56,7 +56,7 @@ if __name__ == "__main__":
 
 from trainer.config import ConfigError
 from trainer.testing.bugs import BUGS
-from trainer.testing.layouts import PARITY_MATRIX, Table
+from trainer.testing.layouts import EXPERT_MATRIX, PARITY_MATRIX, Table
 from trainer.testing.parity import LIMITS, Row, Runs, build_rows, control_row
 
 
@@ -93,7 +93,8 @@ def main() -> None:
         if with_transformers and args.steps:
             parser.error(f"--steps {args.steps} has no effect: --reference transformers compares the first step")
         runs = Runs(argv, args.steps or 20, Path(folder), with_transformers)
-        default = ["dp_shard=1"] if with_transformers else PARITY_MATRIX
+        matrix = PARITY_MATRIX + EXPERT_MATRIX * runs.has_experts
+        default = ["dp_shard=1"] if with_transformers else matrix
         passed = compare(runs, *build_rows(runs, args.layout, default, args.microbatches), args.gradients)
     sys.exit(0 if passed else 1)
 

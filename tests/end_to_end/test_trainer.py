@@ -25,7 +25,7 @@ from trainer.config.load import load_config
 from trainer.data.tokenizer.backends import DEFAULT_FILE
 from trainer.run.resolve import resolve
 from trainer.testing import parity
-from trainer.testing.layouts import PARITY_MATRIX, Layout, batch_settings, flags, num_ranks
+from trainer.testing.layouts import EXPERT_MATRIX, PARITY_MATRIX, Layout, batch_settings, flags, num_ranks
 from trainer.testing.parity import LIMITS, ROUTING_LIMITS, Trained, deviations, within
 from trainer.testing.ranks import RankError
 
@@ -133,11 +133,9 @@ FAMILY_ROWS = [
     "tp=2 pp=2 model.name=gemma3 model.overrides.tied_embeddings=false model.overrides.window=10 "
     "model.overrides.layer_types=sliding,full",
     "tp=4 model.name=phi",  # rotation of a part of each head
-    "dp_shard=2 ep=2 model.name=mixtral experts.balance_loss=0.1 experts.z_loss=0.01",
     "tp=2 ep=2 sequence_parallel=false model.name=olmoe experts.balance_loss=0.1",
     "dp_shard=4 model.name=mixtral model.overrides.n_experts=2 fsdp_prefetch=1",  # more ranks than experts
     "cp=2 tp=2 ep=2 model.name=qwen3-moe experts.balance_loss=0.1 experts.z_loss=0.01",
-    "dp_shard=2 pp=2 ep=2 pipeline_schedule=ZBVZeroBubble model.name=mixtral experts.balance_loss=0.1",
     "dp_shard=2 ep=2 activation_checkpoint.mode=selective model.name=olmoe experts.z_loss=0.01",
     "tp=2 activation_checkpoint.mode=full model.name=mixtral data.document_mask=true experts.balance_loss=0.1",
 ]
@@ -146,6 +144,21 @@ FAMILY_ROWS = [
 @pytest.mark.parametrize("text", [layout_param(text) for text in FAMILY_ROWS])
 def test_every_family_has_the_losses_and_gradients_of_one_rank(ranks, tiny, tmp_path, parity_reference, text):
     assert_like_one_rank(ranks, tiny, tmp_path / "run", parity_reference, text, n_layers=4)
+
+
+MIXTURE = "model.name=mixtral experts.balance_loss=0.1 experts.z_loss=0.01"
+
+
+@pytest.mark.parametrize("text", [layout_param(text) for text in EXPERT_MATRIX if "compile" not in text])
+def test_every_layout_of_experts_has_the_losses_and_gradients_of_one_rank(
+    ranks, tiny, tmp_path, parity_reference, text
+):
+    assert_like_one_rank(ranks, tiny, tmp_path / "run", parity_reference, f"{text} {MIXTURE}", n_layers=4)
+
+
+def test_compiled_experts_have_the_losses_and_gradients_of_one_rank(ranks, tiny, tmp_path, parity_reference):
+    text = f"dp_shard=2 ep=2 compile.enabled=true activation_checkpoint.mode=selective {MIXTURE}"
+    assert_like_one_rank(ranks, tiny, tmp_path / "run", parity_reference, text)
 
 
 def assert_like_one_rank(ranks, tiny, folder, parity_reference, text, n_layers=0):

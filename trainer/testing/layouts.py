@@ -56,6 +56,32 @@ PARITY_MATRIX = [
     "dp_shard=2 tp=2 compile.enabled=true activation_checkpoint.mode=full",
     "tp=2 compile.enabled=true activation_checkpoint.mode=budget",
 ]  # fmt: skip
+EXPERT_MATRIX = [
+    *(f"dp_shard={n} ep={n}" for n in (2, 4)),
+    "dp_shard=4 ep=2",
+    "dp_replicate=2 dp_shard=2 ep=2",
+    "tp=2 ep=2",
+    "tp=2 ep=2 sequence_parallel=false",
+    "dp_shard=2 tp=2 ep=2",
+    "dp_shard=2 tp=2 ep=4",
+    "cp=2 ep=2",
+    "cp=2 tp=2 ep=4",
+    *(f"dp_shard=2 pp=2 ep=2 pipeline_schedule={schedule}" for schedule in SCHEDULES),
+    "dp_shard=2 pp=2 ep=2 reshard_after_forward=always",
+    *(f"dp_shard=2 ep=2 reshard_after_forward={policy}" for policy in ("always", "never")),
+    "dp_shard=4 ep=2 fsdp_prefetch=2",
+    "dp_shard=2 ep=2 cpu_offload=true",
+    "dp_shard=2 ep=2 training.reduce_every_microbatch=true",
+    *(f"{layout} activation_checkpoint.mode=full" for layout in ("dp_shard=2 ep=2", "tp=2 ep=2")),
+    *(f"{layout} activation_checkpoint.mode=selective" for layout in ("dp_shard=2 ep=2", "tp=2 ep=2")),
+    "dp_shard=2 pp=2 ep=2 pipeline_schedule=ZBVZeroBubble activation_checkpoint.mode=full",
+    "dp_shard=2 ep=2 data.document_mask=true",
+    *(f"{layout} training.compute_dtype=bf16" for layout in ("dp_shard=2 ep=2", "tp=2 ep=2")),
+    "dp_shard=2 ep=2 reduce_dtype=bf16 training.compute_dtype=bf16",
+    *(f"{layout} compile.enabled=true" for layout in ("dp_shard=1", "dp_shard=2 ep=2", "tp=2 ep=2")),
+    *(f"dp_shard=2 ep=2 compile.enabled=true activation_checkpoint.mode={mode}" for mode in ("full", "selective")),
+]  # fmt: skip
+"""Layouts of models with experts, besides those of PARITY_MATRIX."""
 
 LAYOUT_SECTIONS = ("parallel", "activation_checkpoint", "compile")
 """Sections of the configuration whose settings do not change the result of training."""

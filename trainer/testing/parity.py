@@ -23,12 +23,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from models.sizes import MixtureSizes
 from trainer.build import build_trainer
 from trainer.config import Config, ConfigError
 from trainer.config.fields import settings
 from trainer.config.load import load_config
 from trainer.config.toml_text import toml_value
-from trainer.run.resolve import resolve
+from trainer.run.resolve import resolve, resolve_model
 from trainer.system.files import read_json_lines
 from trainer.testing.bugs import BUGS, Bug
 from trainer.testing.layouts import (
@@ -210,6 +211,8 @@ class Runs:
             "evaluation.interval_steps": "0",
             "checkpoint.interval_steps": "0",
         }
+        _, sizes = resolve_model(config.model)
+        self.has_experts = isinstance(sizes, MixtureSizes)
         self.single_rank_runs: dict[tuple, Trained] = {}
 
     def flags(self, settings: dict[str, str]) -> list[str]:
