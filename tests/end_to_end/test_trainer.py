@@ -2,11 +2,14 @@
 
 import base64
 import shutil
+from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
+from models.moe import Router
 from tests.conftest import tiny_run
 from tests.training_runs import (
     combine,
@@ -89,9 +92,9 @@ def layout_param(text):
     return pytest.param(text, marks=pytest.mark.skip("needs torch 2.13")) if old else text
 
 
-def trained(ranks, size, argv, folder, decisions=None):
+def trained(ranks, size, argv, folder, decisions=None, train=parity.train):
     """Train and return losses, gradient norms and gradients. decisions: see parity.train."""
-    parts = ranks(size).run(parity.train, [*argv, *in_folder(folder)], decisions or {})
+    parts = ranks(size).run(train, [*argv, *in_folder(folder)], decisions or {})
     return Trained.of_ranks(records(folder), parts)
 
 
@@ -159,6 +162,47 @@ def test_every_layout_of_experts_has_the_losses_and_gradients_of_one_rank(
 def test_compiled_experts_have_the_losses_and_gradients_of_one_rank(ranks, tiny, tmp_path, parity_reference):
     text = f"dp_shard=2 ep=2 compile.enabled=true activation_checkpoint.mode=selective {MIXTURE}"
     assert_like_one_rank(ranks, tiny, tmp_path / "run", parity_reference, text)
+
+
+def one_full_expert_and_idle_ranks(scores):
+    """Every token is sent to expert 0, and none to the second half of the experts."""
+    scores = scores.clone()
+    scores[..., 0] = torch.inf
+    scores[..., scores.shape[-1] // 2 :] = -torch.inf
+    return scores
+
+
+def many_equal_scores(scores):
+    return scores.round(decimals=1)
+
+
+def train_with_scores(change, argv, decisions):
+    """Train as parity does. change: function of the scores by which routers choose."""
+    choose = Router.choose
+    with mock.patch.object(Router, "choose", lambda router, scores: choose(router, change(scores))):
+        return parity.train(argv, decisions)
+
+
+@pytest.mark.parametrize("change", [one_full_expert_and_idle_ranks, many_equal_scores])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "dp_shard=2 ep=2",
+        "tp=2 ep=2 activation_checkpoint.mode=full",
+        "dp_shard=2 ep=2 activation_checkpoint.mode=selective",
+        "dp_shard=2 pp=2 ep=2",
+    ],
+)
+def test_extreme_routing_has_the_losses_and_gradients_of_one_rank(ranks, tiny, tmp_path, text, change):
+    size, layout_flags = ranks_and_flags(text)
+    common = [*tiny, *depth(4), "--training.steps", "3", *flags(Layout.parse(MIXTURE).single_rank_settings)]
+    one_rank = [*common, "--training.local_batch_size", "16"]
+    train_extremely = partial(train_with_scores, change)
+    reference = trained(ranks, 1, one_rank, tmp_path / "one", train=train_extremely)
+    run = trained(ranks, size, [*common, *layout_flags], tmp_path / "run", reference.decisions, train_extremely)
+    assert within(deviations(reference, run), LIMITS["fp32"]) and run.num_different == 0
+    if change is one_full_expert_and_idle_ranks:
+        assert [r["idle_experts"] for r in reference.records] == [0.5] * 3
 
 
 def assert_like_one_rank(ranks, tiny, folder, parity_reference, text, n_layers=0):

@@ -57,6 +57,12 @@ def wandb_records(path):
             content = b""
 
 
+def wandb_tags(folder):
+    """Return the id of each run that has offline folders -> its last tags."""
+    paths = folder.glob("wandb/offline-run-*/*.wandb")
+    return {r.run.run_id: list(r.run.tags) for path in sorted(paths) for r in wandb_records(path) if r.run.run_id}
+
+
 def read_wandb(folder):
     """Return the curves of all offline folders of a run, and its last configuration."""
     rows, config = [], {}
@@ -266,11 +272,8 @@ def test_an_old_history_of_wandb_that_is_not_offline_gets_a_tag(tmp_path):
         old.rename(tmp_path / "moved")
         process.rewind(1)
         process.write([2], 2.0)
-    tags = {}
-    for path in tmp_path.glob("wandb/offline-run-*/*.wandb"):
-        for stored in wandb_records(path):
-            if stored.run.run_id:
-                tags[stored.run.run_id] = list(stored.run.tags)
+    wait_for(lambda: len(wandb_tags(tmp_path)) == 2)  # W&B's service may write after finish() has returned
+    tags = wandb_tags(tmp_path)
     assert tags.pop(old.name[-32:]) == ["replaced"]
     assert list(tags.values()) == [[]]
 
