@@ -46,6 +46,7 @@ from trainer.config.model_source import best_checkpoint, best_step, list_checkpo
 from trainer.system.checkpoint_folder import STATE_FILE, parse_step
 from trainer.system.files import folder_error
 from trainer.system.paths import split_best
+from trainer.system.spelling import counted
 
 
 def find_checkpoints(path: Path) -> list[Path]:
@@ -73,7 +74,7 @@ def print_list(checkpoints: list[Path]) -> Iterator[bool]:
             size = size_and_time(checkpoint)
             metadata = manifest.read(checkpoint).metadata
             units = (("tokens_seen", "token"), ("world_size", "rank"))
-            counts = [f"{metadata[key]:,} {unit}{'s' * (metadata[key] != 1)}" for key, unit in units if key in metadata]
+            counts = [counted(metadata[key], unit, ",") for key, unit in units if key in metadata]
             counts += ["best"] * (parse_step(checkpoint.name) == best)
         except CorruptError as damage:
             problem = str(damage)
@@ -105,7 +106,7 @@ def describe(checkpoint: Path) -> Iterator[str]:
     for name, stored in read_index(checkpoint).items():
         shape = " x ".join(map(str, stored.shape)) or "scalar"
         num_files = len({chunk.file for chunk in stored.chunks})
-        yield f"{name}  {str(stored.dtype).removeprefix('torch.')}  {shape}  in {num_files} file{'s' * (num_files > 1)}"
+        yield f"{name}  {str(stored.dtype).removeprefix('torch.')}  {shape}  in {counted(num_files, 'file')}"
 
 
 def inspect(checkpoints: list[Path]) -> Iterator[bool]:

@@ -47,7 +47,8 @@ def compare_losses(a: dict[int, Any], b: dict[int, Any]) -> tuple[str, bool]:
         return "no step was logged by both runs", False
     step = next((step for step in steps if a[step] != b[step]), None)
     if step is None:
-        return f"losses are identical at all {len(steps)} steps that both runs logged, up to step {steps[-1]}", True
+        which = f"all {len(steps)} steps" if len(steps) > 1 else "the only step"
+        return f"losses are identical at {which} that both runs logged, up to step {steps[-1]}", True
     return f"losses differ first at step {step}: {a[step]} and {b[step]}", False
 
 

@@ -52,6 +52,7 @@ from trainer.config.packages import require_package
 from trainer.config.render import differing_settings, setting_texts, to_toml
 from trainer.system.files import atomic_write, folder_error, read_json_lines, read_json_object
 from trainer.system.process import die_with_parent
+from trainer.system.spelling import counted
 
 RESULT, PICTURE = "find_lr.json", "find_lr.png"
 LEAST_STEPS = 8
@@ -129,7 +130,7 @@ def suggest(curve: Curve, stopped_by: str) -> Suggestion:
     """Return a learning rate, and why. stopped_by: why the curve ends before the largest rate, or ""."""
     if len(curve.losses) < LEAST_STEPS:
         return Suggestion(
-            None, f"only {len(curve.losses)} steps have a finite loss; set a lower --min-lr, or more --steps"
+            None, f"only {counted(len(curve.losses), 'step')} with a finite loss; set a lower --min-lr, or more --steps"
         )
     smoothed, lowest = curve.smoothed, curve.lowest
     fall = curve.start - smoothed[lowest]
@@ -231,7 +232,7 @@ def _train(settings: Path, folder: Path, steps: int) -> str:
 
 
 def draw(path: Path, curve: Curve, suggestion: Suggestion, name: str) -> None:
-    """Draw losses over rates. If matplotlib is missing, print one line instead."""
+    """Draw losses over rates. If matplotlib is missing or the file cannot be written, print one line instead."""
     try:
         figure = require_package("matplotlib.figure", "").Figure(figsize=(8, 5), layout="constrained")
     except ConfigError as error:
@@ -247,8 +248,12 @@ def draw(path: Path, curve: Curve, suggestion: Suggestion, name: str) -> None:
     margin = 0.05 * (highest - lowest) or 1.0
     axes.set_ylim(lowest - margin, highest + margin)
     axes.legend(frameon=False)
-    figure.savefig(path, dpi=150)
-    print(f"wrote {path}")
+    try:
+        figure.savefig(path, dpi=150)
+    except OSError as error:
+        print(f"no picture: {path} cannot be written ({error.strerror or error})")
+    else:
+        print(f"wrote {path}")
 
 
 def report(folder: Path, name: str, stopped_by: str) -> None:
@@ -260,7 +265,10 @@ def report(folder: Path, name: str, stopped_by: str) -> None:
     }
     record |= {"suggestion": asdict(suggestion)} | asdict(curve) | {"smoothed": curve.smoothed}
     atomic_write(folder / RESULT, json.dumps(record, indent=1))
-    print(f"wrote {folder / RESULT}: {len(curve.losses)} steps" + (f", because {stopped_by}" if stopped_by else ""))
+    print(
+        f"wrote {folder / RESULT}: {counted(len(curve.losses), 'step')}"
+        + (f", because {stopped_by}" if stopped_by else "")
+    )
     if curve.losses:
         draw(folder / PICTURE, curve, suggestion, name)
     print_suggestion(suggestion)

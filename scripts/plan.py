@@ -112,12 +112,14 @@ def print_search(config: Config, hardware: Hardware, args: argparse.Namespace, s
     """Search, and print the table of the layouts, also if the search is interrupted. Return the estimate of the best one.
     settings: the words of the command line that are settings."""
     latest: tuple = ()
+    is_complete = False
     try:
         for result in search(config, hardware, args.max_candidates or 24):
             latest = result
+        is_complete = True
     finally:
         if latest:
-            print(ranking(*latest, parse_argv(settings), args.price_per_gpu_hour))
+            print(ranking(*latest, parse_argv(settings), args.price_per_gpu_hour, is_complete))
     return latest[1][0][1]
 
 
@@ -134,9 +136,9 @@ def main() -> None:
         if args.search:
             sys.exit(0 if print_search(config, hardware, args, settings).fits else 1)
         result = estimate(config, hardware)
-    if figure is not None:
-        draw(figure, args.plot, result.largest, headline(result, args.device), accelerator.memory_gib)
     print(as_json(result) if args.json else as_text(result, args.device, args.tokens, args.price_per_gpu_hour))
+    if figure is not None:  # after the plan, which a full disk must not hide
+        draw(figure, args.plot, "--plot", result.largest, headline(result, args.device), accelerator.memory_gib)
     sys.exit(0 if result.fits else 1)
 
 

@@ -1,7 +1,7 @@
 """Prepare the token stores of a configuration, and print a table of them. Training prepares missing stores automatically.
 
     python scripts/prepare_data.py --config my.toml [--section.key value ...]
-    python scripts/prepare_data.py --config my.toml --show 3 --html data.html   # also show the first samples of a run
+    python scripts/prepare_data.py --config my.toml --show 3 --html data.html   # also show the first documents of a run
     python scripts/prepare_data.py --config my.toml --shard 3/16 --data.store_folder stores/    # on one of 16 nodes
 
 To read the stores of several shards together, set data.dataset = "prepared", and set data.path to the folder that contains them.
@@ -12,6 +12,7 @@ import json
 import re
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -44,6 +45,7 @@ from trainer.data.tokenizer.backends import load_tokenizer
 from trainer.data.tokenizer.protocol import Tokenizer
 from trainer.system import console
 from trainer.system.files import atomic_write
+from trainer.system.spelling import counted
 
 _SHOWN = 3
 """Number of samples of a page if --show does not say it."""
@@ -67,7 +69,7 @@ def print_store(folder: Path, data: DataConfig, seconds: float | None) -> None:
 
 
 def report(config: Config, stores: dict[str, Path], tokenizer: Tokenizer, args: argparse.Namespace) -> None:
-    """Print the table of the datasets and the samples that --show asks for, and write the page of --html."""
+    """Print the table of the datasets and the documents that --show asks for, and write the page of --html."""
     from trainer.data.build import open_datasets
     from trainer.data.sampling.loader import SampleOrder
     from trainer.data.view import figures, page, text
@@ -89,13 +91,18 @@ def report(config: Config, stores: dict[str, Path], tokenizer: Tokenizer, args: 
     order = SampleOrder(datasets.sizes, datasets.phases, config.run.seed, data.shuffle)
     index = order(np.arange(min(args.show or _SHOWN, len(datasets.training)))).tolist()
     names, pairs = list(dataset_configs(data)), config.preference.enabled
-    samples = list(view_samples(datasets.training, index, datasets.sizes, names, tokenizer, pairs))
+    samples = partial(view_samples, datasets.training, index, datasets.sizes, names, tokenizer, pairs)
     if args.show:
-        print("", f"the first samples of a run: {text.legend(console.shows_colour())}", sep="\n")
-        for sample in samples:
-            print("", *text.sample_lines(sample, console.shows_colour()), sep="\n")
+        noun, colour = "pair" if pairs else "document", console.shows_colour()
+        print("", f"the first {counted(args.show, noun)} of a run: {text.legend(colour)}", sep="\n")
+        left = args.show * (2 if pairs else 1)  # a pair is shown as two documents
+        for sample in samples():
+            print("", *text.sample_lines(sample, colour, left), sep="\n")
+            left -= len(sample.documents)
+            if left <= 0:
+                break
     if args.html:
-        atomic_write(args.html, page.page(f"Data of {config.run.name}", rows, notes, samples))
+        atomic_write(args.html, page.page(f"Data of {config.run.name}", rows, notes, list(samples())))
         print("", f"wrote {args.html}", sep="\n")
 
 
@@ -104,9 +111,10 @@ def main() -> None:
     shard_help = "prepare every N-th file, beginning with file I, so that N nodes share the work"
     parser.add_argument("--shard", type=shard, default="1/1", metavar="I/N", help=shard_help)
     parser.add_argument("--verify", action="store_true", help="read every file and compare its content with its hash")
-    show_help = "print the first N samples that a run trains on, with their target tokens and special tokens"
+    show_help = "print the first N documents (texts, conversations or pairs) that a run trains on, with their target tokens and "
+    show_help += "special tokens"
     parser.add_argument("--show", type=number(int, 1, 1000), metavar="N", help=show_help)
-    html_help = f"write the table and the first samples (--show, or {_SHOWN}) to an HTML page"
+    html_help = f"write the table and the first samples (as many as --show, or {_SHOWN}), complete, to an HTML page"
     parser.add_argument("--html", type=file_to_write, metavar="FILE", help=html_help)
     args, settings = parser.parse_known_args()
     config = config_from_command_line(settings, DATA_SECTIONS)  # the initial model may not exist yet

@@ -36,6 +36,7 @@ from trainer.data.tokenizer.backends import NUM_SPECIAL, load_tokenizer
 from trainer.data.tokenizer.byte_pair import LLAMA3_PATTERN
 from trainer.data.tokenizer.hf_json import byte_to_char
 from trainer.system.files import atomic_write
+from trainer.system.spelling import counted
 
 try:
     tokenizers = require_package("tokenizers", "")
@@ -74,7 +75,7 @@ def _documents_of(data: DataConfig, tokenizer: TokenizerConfig) -> Iterator[str]
     damaged = sum(document.ends_file for document in bad_documents)
     check_share(data, Counts(found, len(bad_documents), len(source.files), damaged), iter(bad_documents))
     if bad_documents:
-        print(f"skipped {len(bad_documents)} bad documents; the first: {bad_documents[0]}", file=sys.stderr)
+        print(f"skipped {counted(len(bad_documents), 'bad document')}; the first: {bad_documents[0]}", file=sys.stderr)
 
 
 def train(texts: Iterator[str], num_ranks: int) -> list[bytes]:

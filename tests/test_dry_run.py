@@ -180,7 +180,7 @@ def test_of_a_large_dataset_the_first_documents_are_read(ranks, tiny, tmp_path):
         in unprepared
     )
     assert "7 of the first 100 documents are readable and have " in mixed and "; refused: " in mixed
-    found = "this dataset contains no readable document; found 1 files ("
+    found = "this dataset contains no readable document; found 1 file ("
     assert empty.startswith(f"--data.path {tmp_path}/empty.jsonl: {found}") and empty.endswith(") without a document")
     assert "steps         those of 2 epochs, " in epochs and "checkpoints   an unknown number of " in epochs
     assert "epochs" not in unprepared and "epochs        " in prepared

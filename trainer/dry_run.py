@@ -28,7 +28,7 @@ from trainer.planning.report import format_bytes, margin_text
 from trainer.resilience.early_stopping import EarlyStopping
 from trainer.run.preflight import check_disk, disk_free, remaining_checkpoints, state_bytes
 from trainer.run.resolve import ResolvedRun, require_profiled_step
-from trainer.run.run_folder import how_it_ended, require_usable, resume_point
+from trainer.run.run_folder import adapter_notes, how_it_ended, many_epochs, require_usable, resume_point
 from trainer.run.sinks.services import require_access
 from trainer.run.sinks.sink import METRICS_FILE
 from trainer.run.text_format import TextFormat, load_text_format, require_same_tokenizer
@@ -40,6 +40,7 @@ from trainer.state import TrainState
 from trainer.system.children import end_children
 from trainer.system.files import read_json_lines
 from trainer.system.process import memory_available
+from trainer.system.spelling import counted, every
 from trainer.system.units import GIB, duration
 
 _RECORDS = 20
@@ -69,6 +70,8 @@ def report(config: Config, resolved: ResolvedRun, ranks_per_node: int, device: t
     """Like `dry_run`, in a process group that exists."""
     training, dims = config.training, resolved.dims
     _line("model", f"{resolved.model_name}, {resolved.num_parameters:,} parameters, {resolved.num_trained:,} trained")
+    for note in adapter_notes(config, resolved):
+        _line("adapters", note)
     _line("ranks", f"{dims.world_size} x {devices.name(device)} ({dims})")
     require_usable(config.run.folder)
     point = resume_point(config.run.folder, config.checkpoint.load_step, resolved.fingerprint)
@@ -97,6 +100,8 @@ def report(config: Config, resolved: ResolvedRun, ranks_per_node: int, device: t
     _line("steps", _steps(config, resolved, state.step, steps))
     if data is not None:
         _line("epochs", "; ".join(_epochs(config, data.datasets, state)))
+        if note := many_epochs(config, len(data.datasets.training), epochs_of(config, data.datasets, state)[0]):
+            _line("", note)
     _line("checkpoints", _checkpoints(config, resolved, state.step, steps))
     _line("evaluation", _evaluation(config, data))
     _line("early stop", _early_stopping(config.evaluation))
@@ -122,9 +127,9 @@ def _end(config: Config, fits: bool = True) -> int:
 def _steps(config: Config, resolved: ResolvedRun, done: int, steps: int | None) -> str:
     """steps: number of steps of the run, or None if it is known only when the data are prepared."""
     training = config.training
-    number = f"those of {training.epochs:g} epochs" if steps is None else f"{done + 1} to {steps}"
-    samples = f"each of {training.global_batch_size} samples of {training.seq_len} tokens"
-    return f"{number}, {samples}, in {resolved.grad_accum} microbatches on each rank"
+    number = f"those of {counted(training.epochs, 'epoch', 'g')}" if steps is None else f"{done + 1} to {steps}"
+    samples = f"each of {counted(training.global_batch_size, 'sample')} of {training.seq_len} tokens"
+    return f"{number}, {samples}, in {counted(resolved.grad_accum, 'microbatch', plural='microbatches')} on each rank"
 
 
 def _start(config: Config, point: ResumePoint | None, data: "_Data | None") -> str:
@@ -219,7 +224,7 @@ def _checkpoints(config: Config, resolved: ResolvedRun, done: int, steps: int | 
         number = str(remaining_checkpoints(checkpoint, done, steps))
     size = format_bytes(resolved.num_trained * state_bytes(config))
     when = (
-        f"after every {checkpoint.interval_steps} steps and the last"
+        f"after {every(checkpoint.interval_steps, 'step')} and the last"
         if checkpoint.interval_steps
         else "after the last step"
     )
@@ -230,10 +235,10 @@ def _checkpoints(config: Config, resolved: ResolvedRun, done: int, steps: int | 
 def _evaluation(config: Config, data: _Data | None) -> str:
     if not config.evaluation.interval_steps:
         return "none"
-    when = f"after every {config.evaluation.interval_steps} steps and the last"
+    when = f"after {every(config.evaluation.interval_steps, 'step')} and the last"
     if data is None:
         return when
-    return when + ": " + ", ".join(f"{s.name} ({s.num_samples} samples)" for s in data.eval_sets)
+    return when + ": " + ", ".join(f"{s.name} ({counted(s.num_samples, 'sample')})" for s in data.eval_sets)
 
 
 def _early_stopping(evaluation: EvaluationConfig) -> str:
@@ -248,9 +253,9 @@ def _early_stopping(evaluation: EvaluationConfig) -> str:
 def _samples(samples: SamplesConfig) -> str:
     if not samples.prompts:
         return "none"
-    every = f"every {samples.interval_steps} steps and " if samples.interval_steps else ""
-    number = len(samples.prompts)
-    return f"of {number} prompt{'s' * (number > 1)}, up to {samples.max_new_tokens} tokens each, after {every}the last step"
+    when = f"{every(samples.interval_steps, 'step')} and " if samples.interval_steps else ""
+    tokens = counted(samples.max_new_tokens, "token")
+    return f"of {counted(len(samples.prompts), 'prompt')}, up to {tokens} each, after {when}the last step"
 
 
 # ---------------------------------------------------------------- memory and time
@@ -294,7 +299,7 @@ def _report_plan(plan: RunEstimate, ranks_per_node: int, device: torch.device, s
     if is_rate_known:
         step_s = plan.slowest.total_s
         rough = " from typical rates of a CPU; small models take longer" if device.type == "cpu" else ""
-        total = f"{duration(steps * step_s)} for {steps} steps, " if steps else ""
+        total = f"{duration(steps * step_s)} for {counted(steps, 'step')}, " if steps else ""
         text = f"{total}{plan.tokens_per_second:,.0f} tokens/s (planned{rough})"
         _line("time", f"{text}, without preparation, evaluation and checkpoints")
     else:

@@ -24,7 +24,7 @@ if __name__ == "__main__":
 
 from trainer.config import Config, ConfigError
 from trainer.config.command_line import Arguments, add_layout_option, positive_int, run_to_end
-from trainer.planning.report import canvas
+from trainer.planning.report import canvas, save
 from trainer.testing.bugs import BUGS
 from trainer.testing.layouts import Layout, num_ranks
 from trainer.testing.parity import LIMITS, Row, Runs, control_row
@@ -108,7 +108,7 @@ def main() -> None:
             print(f"{name}: loss {loss:.1e}, gradient norm {max(results[name]):.1e}", flush=True)
     injected = results.pop(BUG)
     draw(figure, [record["loss"] for record in reference], results, injected)
-    figure.savefig(args.output, dpi=100)
+    save(figure, args.output, "--output", dpi=100)
 
 
 if __name__ == "__main__":

@@ -162,7 +162,17 @@ COMMAND_LINES = {
     "--model.overrides 4": "--model.overrides is a table: set one of its entries with --model.overrides.NAME VALUE",
     "--tokenizer.backend tiktoken": '[tokenizer] path = "" (default): is required with backend = tiktoken',
     "--tokenizer.backend tiktoken --tokenizer.path no/such": "--tokenizer.path no/such: no such file",
-    "--tokenizer.path x": "--tokenizer.path x: has an effect only with [tokenizer] backend != default",
+    "--tokenizer.path x": "--tokenizer.path x: no such file",
+    "--tokenizer.backend default --tokenizer.path x": (
+        "--tokenizer.path x: has an effect only with [tokenizer] backend != default"
+    ),
+    "--tokenizer.path pyproject.toml": (
+        "--tokenizer.path pyproject.toml: the kind of this tokenizer is not clear from its name; set tokenizer.backend to "
+        "huggingface, sentencepiece, tekken, tiktoken"
+    ),
+    "--tokenizer.path docs": (
+        "--tokenizer.path docs: this folder contains none of tokenizer.json, tokenizer.model, tekken.json"
+    ),
     "--data.dataset jsonl": '[data] path = "" (default): is required with dataset = jsonl',
     "--data.dataset text --data.path no/such": ("--data.path no/such: no such file or folder"),
     "--data.path x": (

@@ -90,6 +90,43 @@ def test_scripts_with_settings_accept_the_short_flag():
     assert Arguments("A script.", settings=True).parse_known_args(["--from", "a"])[1] == ["--from", "a"]
 
 
+@pytest.mark.parametrize("words", [[], ["--from", "{folder}"]])
+def test_the_path_of_a_tokenizer_gives_its_backend(tmp_path, published, run, words):
+    words = [word.format(folder=published) for word in words]
+    contents = {
+        "tokenizer.json": ("{}", "huggingface"),
+        "mine.json": ("{}", "huggingface"),
+        "tekken.json": ("{}", "tekken"),
+        "mine.tiktoken": ("IQ== 0\n", "tiktoken"),
+        "tokenizer.model": ("IQ== 0\nIg== 1\n", "tiktoken"),
+        "llama2/tokenizer.model": ("\n\x0e\n\x05<unk>", "sentencepiece"),
+    }
+    for name, (content, backend) in contents.items():
+        file = tmp_path / name
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(content)
+        config = load_config([*words, "--tokenizer.path", str(file)])
+        assert given(config)["tokenizer"] == (backend, str(file))
+        assert config.origins["tokenizer.path"] == f"--tokenizer.path {file}"
+        assert config.origins["tokenizer.backend"] == f"--tokenizer.path {file} ([tokenizer] backend)"
+        if words:
+            shown = f"--from {published}: model, weights; tokenizer from --tokenizer.path {file}"
+            assert provenance(config) == shown
+    config = load_config([*words, "--tokenizer.path", str(published)])
+    assert given(config)["tokenizer"] == ("huggingface", f"{published}/tokenizer.json")
+    config = load_config([*words, "--tokenizer.path", str(write(tmp_path / "llama3", tokenizer__model="IQ== 0\n"))])
+    assert given(config)["tokenizer"] == ("tiktoken", f"{tmp_path}/llama3/tokenizer.model")
+    checkpoint = run / "checkpoints" / "step-00000002"
+    config = load_config([*words, "--tokenizer.path", str(checkpoint), "--tokenizer.extra_special_tokens", "<b>"])
+    assert given(config)["tokenizer"] == ("tiktoken", f"{checkpoint}/tokenizer.tiktoken")
+    assert config.tokenizer.extra_special_tokens == ("<a>", "<b>")
+
+
+def test_a_plan_needs_no_tokenizer_at_the_path(tmp_path):
+    config = load_config(["--tokenizer.path", str(tmp_path / "no" / "tokenizer.model")], check_files=())
+    assert config.tokenizer.backend == "sentencepiece"
+
+
 def test_a_run_folder_gives_its_newest_checkpoint_and_the_tokens_of_its_tokenizer(run):
     config = load_config(["--from", str(run), *CHAT, "--tokenizer.extra_special_tokens", "<b>"])
     newest = str(run / "checkpoints" / "step-00000002")
@@ -157,7 +194,7 @@ def test_a_plan_of_a_named_model_and_the_preparation_of_data_need_no_folder_that
     assert given(load_config(argv, check_files=()))["tokenizer"] == ("default", "")
     assert error_of(argv, check_files=DATA_SECTIONS) == (
         f"--from {published}: {published} contains none of tokenizer.json, tokenizer.model, tekken.json; "
-        "set [tokenizer] backend and path (backend default: the shipped one)"
+        "set tokenizer.path, or tokenizer.backend = default (the shipped one)"
     )
 
 

@@ -104,6 +104,7 @@ COMBINATIONS = {
     "--training.global_batch_size 6": (
         "--training.global_batch_size 6: must be a multiple of local_batch_size 4 x 4 data-parallel ranks = 16"
     ),
+    "--parallel.ep 3": "--parallel.ep 3: must be 1, because llama3/debug has no experts",
     "--parallel.dp_shard 3": ("--parallel.dp_shard 3: must equal the number of ranks, 4; -1 uses all remaining ranks"),
     "--parallel.dp_replicate 3": "--parallel.dp_replicate 3: must divide the number of ranks, 4",
     "--parallel.dp_replicate 2 --parallel.dp_shard 4": (

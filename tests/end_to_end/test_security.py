@@ -265,7 +265,7 @@ def test_a_huge_file_is_not_read(ranks, saved, tmp_path, file):
         opened.truncate(2**30 + 1)  # a sparse file: it takes no disk
     if file != manifest.NAME:
         update_manifest(path)
-    with pytest.raises(RankError, match=r"all 1 checkpoints are damaged|is larger than the limit of 1073741824 bytes"):
+    with pytest.raises(RankError, match=r"its only checkpoint is damaged|is larger than the limit of 1073741824 bytes"):
         ranks(1).run(find_and_load, tmp_path / "c")
 
 

@@ -34,7 +34,7 @@ def test_missing_attributes_are_named():
 
 def test_a_head_that_returns_too_few_values_is_named():
     objective = Accuracy(chunk_tokens=8, compiled=False)
-    with pytest.raises(TypeError, match="Accuracy: its head returned 1 values, expected 2: the sums of loss, accuracy"):
+    with pytest.raises(TypeError, match="Accuracy: its head returned 1 value, expected 2: the sums of loss, accuracy"):
         by_name(objective, torch.ones(1))
     assert by_name(objective, torch.tensor([1.0, 2.0])) == {"loss": 1.0, "accuracy": 2.0}
 

@@ -1,9 +1,12 @@
+import errno
+import os
 from types import SimpleNamespace
 
 import pytest
 
+from trainer.config import ConfigError
 from trainer.planning.recorder import MEMORY_CATEGORIES, ExecutionPoint
-from trainer.planning.report import canvas, draw
+from trainer.planning.report import canvas, draw, ranking, save
 from trainer.system.units import GIB
 
 
@@ -17,10 +20,59 @@ def test_a_plot_shows_the_device_memory_below_near_and_far_above_the_peak(tmp_pa
     )
     path = tmp_path / "memory.svg"
     figure = canvas(path, "--plot")
-    draw(figure, path, simulation, "title", limit_gib)
+    draw(figure, path, "--plot", simulation, "title", limit_gib)
     first, last = figure.axes[0], figure.axes[-1]
     (line,) = [line for line in first.lines if list(line.get_ydata()) == [limit_gib, limit_gib]]
     assert first.get_ylim() == pytest.approx(limits_gib) and line.get_linestyle() == "--"
     assert f"device memory: {limit_gib:.1f} GiB" in path.read_text()
     assert (last.get_ylim() == pytest.approx((0, 11))) or first is last
     assert first.get_title() == "title\nplanned peak: 10.00 GiB in backward of the output with its loss"
+
+
+def test_a_plot_that_cannot_be_written_is_one_line_with_its_name_and_leaves_no_part(tmp_path):
+    class FullDisk:
+        def savefig(self, path, dpi):
+            path.write_text("a part")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.raises(ConfigError) as error:
+        save(FullDisk(), tmp_path / "memory.png", "--plot", dpi=100)
+    assert str(error.value) == f"--plot {tmp_path}/memory.png: cannot be written (No space left on device)"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_complete", "first", "chosen"),
+    [
+        ({}, True, "1 of 7 layouts simulated", "the configured layout is the best"),
+        (
+            {},
+            False,
+            "the search was interrupted: 1 of 7 layouts simulated",
+            "the configured layout is the best of the 1 simulated before the interrupt",
+        ),
+        (
+            {"parallel": {"tp": 2}},
+            False,
+            "the search was interrupted: 1 of 7 layouts simulated",
+            "the best layout of the 1 simulated before the interrupt:",
+        ),
+    ],
+)
+def test_an_interrupted_search_does_not_claim_the_best_layout(settings, is_complete, first, chosen):
+    training = SimpleNamespace(epochs=2.0)
+    estimate = SimpleNamespace(
+        tokens_per_second=10.0,
+        hardware=SimpleNamespace(world_size=1, is_gpu=True),
+        mfu=0.5,
+        largest=SimpleNamespace(peak=GIB),
+        fits=True,
+        is_tight=False,
+        slowest=SimpleNamespace(bound="matmuls"),
+        run_s=None,
+        config=SimpleNamespace(training=training),
+    )
+    config = SimpleNamespace(run=SimpleNamespace(name="run"))
+    candidate = SimpleNamespace(settings=settings, toml=lambda: "tp = 2", flags=dict, config=config)
+    lines = ranking(7, [(candidate, estimate)], {}, None, is_complete).splitlines()
+    assert lines[0] == first and lines[4] == chosen

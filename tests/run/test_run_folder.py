@@ -16,7 +16,7 @@ from trainer.config.load import load_config
 from trainer.config.render import to_toml
 from trainer.config.toml_text import toml_value
 from trainer.run.resolve import resolve
-from trainer.run.run_folder import acquire_lock
+from trainer.run.run_folder import acquire_lock, adapter_notes, many_epochs
 from trainer.state import TrainState
 
 SETTINGS = settings()
@@ -98,6 +98,66 @@ def test_a_changed_setting_that_is_fixed_on_resume_is_an_error():
     larger = replace(Config().model, overrides={"n_layers": 9})
     with pytest.raises(ConfigError, match=r": model\.n_layers was 8, is 9; set another"):
         require_compatible(saved, resolve(replace(Config(), model=larger), 1).fingerprint)
+
+
+def test_an_error_about_dimensions_names_another_family():
+    saved_by = replace(Config(), model=replace(Config().model, name="llama3"))
+    fingerprint = json.loads(json.dumps(resolve(saved_by, 1).fingerprint))
+    now = resolve(replace(Config(), model=replace(Config().model, name="qwen3")), 1).fingerprint
+    saved = ResumePoint(Path("step-00000001"), TrainState(fingerprint=fingerprint))
+    with pytest.raises(
+        ConfigError, match=r'^cannot resume from step-00000001: model\.name was "llama3", is "qwen3"; model\.'
+    ):
+        require_compatible(saved, now)
+    require_compatible(saved, fingerprint | {"model.name": "llama3.1"})  # the same model, from a folder
+    del fingerprint["model.name"]  # as in checkpoints of earlier versions
+    require_compatible(saved, resolve(saved_by, 1).fingerprint)
+
+
+# ------------------------------------------------------------ lines about settings
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ([], []),
+        (["--lora.rank", "8"], []),
+        (
+            ["--lora.rank", "200"],
+            [
+                "lora.rank = 200: exceeds the smaller side of 56 of 56 matrices, such as layers.0.attention.wq (128 x 128), of "
+                "which rank 128 can represent every change"
+            ],
+        ),
+        *(
+            (
+                ["--lora.rank", "8", "--model.name", name],
+                [f"lora: the experts of {name}/debug get no adapter; their {frozen} parameters stay frozen"],
+            )
+            for name, frozen in (
+                ("mixtral", "1,179,648"),
+                ("olmoe", "1,179,648"),
+                ("qwen3-moe", "1,179,648"),
+                ("deepseek-v3", "884,736"),
+            )
+        ),
+        (["--lora.rank", "8", "--model.name", "olmoe", "--lora.train_fully", "*.experts"], []),
+    ],
+)
+def test_adapters_that_do_less_than_expected_are_named(tmp_path, words, expected):
+    base = ["--checkpoint.init_from", str(tmp_path)] * ("--lora.rank" in words)
+    config = load_config([*words, *base])
+    assert adapter_notes(config, resolve(config, 1)) == expected
+
+
+def test_steps_that_repeat_few_samples_many_times_are_named(tmp_path):
+    config = load_config(["--training.steps", "1000"])
+    assert many_epochs(config, 40, 200.4) == (
+        "training.steps = 1000: passes over the 40 samples of the data 200 times, so the model may memorize them; "
+        "training.epochs chooses the number of passes"
+    )
+    assert many_epochs(config, 40, 10.0) == ""
+    assert many_epochs(load_config(["--training.epochs", "50"]), 40, 50.0) == ""
 
 
 # ------------------------------------------------------------ named pipes and folders with a file's name

@@ -101,8 +101,8 @@ def test_the_suggestion_is_a_tenth_of_the_rate_with_the_lowest_loss(low, noise):
     [
         (curve(low=1.0, rise=False), "and still falls at the largest rate, 1; set a larger --max-lr"),
         (curve(fall=0.0, noise=0.5, rise=False), "only, which its noise of "),
-        (Curve([1e-3], [8.0]), "only 1 steps have a finite loss; set a lower --min-lr, or more --steps"),
-        (Curve([], []), "only 0 steps have a finite loss; "),
+        (Curve([1e-3], [8.0]), "only 1 step with a finite loss; set a lower --min-lr, or more --steps"),
+        (Curve([], []), "only 0 steps with a finite loss; "),
     ],
 )
 def test_a_curve_that_shows_no_rate_gives_no_suggestion_but_the_reason(shown, reason):

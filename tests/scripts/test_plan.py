@@ -6,6 +6,7 @@ import shlex
 import sys
 from argparse import Namespace
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import tomli
@@ -145,6 +146,24 @@ def test_a_run_that_cannot_be_planned_is_one_line(flags, line):
     assert ended.returncode == 2 and ended.stderr.startswith(line) and len(ended.stderr.splitlines()) == 1
 
 
+def test_a_full_disk_does_not_hide_the_plan(monkeypatch, capsys):
+    pytest.importorskip("matplotlib")
+    result = SimpleNamespace(largest=None, fits=True)
+    monkeypatch.setattr(script, "estimate", lambda *_: result)
+    monkeypatch.setattr(script, "as_text", lambda *_: "the plan")
+    monkeypatch.setattr(script, "headline", lambda *_: "")
+    monkeypatch.setattr(script, "canvas", lambda *_: "figure")
+    monkeypatch.setattr(sys, "argv", ["plan.py", "--plot", "memory.png"])
+
+    def full(*_):
+        raise ConfigError("", "--plot memory.png: cannot be written (No space left on device)")
+
+    monkeypatch.setattr(script, "draw", full)
+    with pytest.raises(ConfigError):
+        script.main()
+    assert capsys.readouterr().out == "the plan\n"
+
+
 def test_a_plot_without_matplotlib_leaves_no_file(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     ended = plan("--plot", tmp_path / "memory.png")
@@ -169,7 +188,7 @@ class Bar:
 
 def test_a_search_ranks_layouts_and_prints_the_settings_of_the_best(tmp_path, monkeypatch):
     bar = Bar()
-    monkeypatch.setattr("trainer.planning.search.progress", lambda *_: nullcontext(bar))
+    monkeypatch.setattr("trainer.planning.search.progress", lambda *_, **__: nullcontext(bar))
     small = ["--config", "train_configs/llama3_8b.toml", "--model.overrides.n_layers", "2", "--training.seq_len", "512"]
     hardware = ["--world-size", "4", "--memory-gib", "17", "--device", "a100", "--gpus-per-node", "1"]
     tight = ["--activation_checkpoint.mode", "selective", "--training.reduce_every_microbatch", "false"]
@@ -207,10 +226,12 @@ def test_an_interrupted_search_prints_what_it_has_found(monkeypatch, capsys):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(script, "search", interrupted)
-    monkeypatch.setattr(script, "ranking", lambda count, found, given, price: f"{len(found)} of {count} layouts")
+    monkeypatch.setattr(
+        script, "ranking", lambda count, found, *others: f"{len(found)} of {count} layouts, {others[-1]}"
+    )
     with pytest.raises(KeyboardInterrupt):
         script.print_search(None, None, Namespace(max_candidates=None, price_per_gpu_hour=None), [])
-    assert capsys.readouterr().out == "1 of 5 layouts\n"
+    assert capsys.readouterr().out == "1 of 5 layouts, False\n"
 
 
 def pairs(words):

@@ -172,7 +172,9 @@ def test_the_table_counts_what_was_refused_and_dropped_and_the_first_samples_are
     ]
     shown = run_script("scripts/prepare_data.py", *chats, "--show", "2", "--html", tmp_path / "data.html")
     samples = re.findall("^[ab], sample [0-9]+: 64 positions, [0-9]+ targets", shown.stdout, re.MULTILINE)
-    assert len(samples) == 2 and "\x1b" not in shown.stdout and re.search("⟦[ab]( [ab])*", shown.stdout)
+    assert len(re.findall("^-- document ", shown.stdout, re.MULTILINE)) == 2
+    assert "the first 2 documents of a run: " in shown.stdout
+    assert samples and "\x1b" not in shown.stdout and re.search("⟦[ab]( [ab])*", shown.stdout)
     assert shown.stdout.splitlines()[-1] == f"wrote {tmp_path}/data.html"
     content = (tmp_path / "data.html").read_text()
     assert all(sample in content for sample in samples) and "a: training" in content and "refused in a: " in content
@@ -214,7 +216,7 @@ def test_a_trained_tokenizer_can_be_loaded_and_used(settings, tmp_path):
     use = f'--tokenizer.backend tiktoken --tokenizer.pattern llama3 --tokenizer.path "{path}"'
     assert trained.stdout == f"{path}: 284 tokens + 256 special tokens\n  to use it: {use}\n", trained.stderr
     first = f"{tmp_path}/corpus/bad.txt:1: the file is not UTF-8 text (byte 0)"
-    assert trained.stderr == f"skipped 1 bad documents; the first: {first}\n"
+    assert trained.stderr == f"skipped 1 bad document; the first: {first}\n"
     tokenizer = load_tokenizer(TokenizerConfig(backend="tiktoken", path=str(path)))
     assert tokenizer.vocab_size == 540
     text = (tmp_path / "corpus" / "0000.txt").read_text()

@@ -61,6 +61,13 @@ def test_the_remaining_time_decreases_between_two_units_and_follows_a_new_total(
     ]
 
 
+def test_the_remaining_time_of_a_task_that_may_end_early_is_a_bound(clock, capsys):
+    with console.progress(10, " blocks", "simulating", is_bound=True) as bar:
+        clock.s += 6
+        bar.update(5)
+    assert capsys.readouterr().err.endswith("simulating: 5 of 10 blocks, 0m06s, at most 0m06s left\n")
+
+
 def test_a_task_that_takes_less_has_no_line(clock, capsys):
     with console.progress(2, " simulations", "simulating") as bar:
         clock.s += 4

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Generator, Tensor, nn
 
+from models.moe import Experts
 from models.spec import Model, ParallelPlan, multiply_adds
 from trainer.config import ConfigError, LoraConfig
 from trainer.config.fields import matching
@@ -118,6 +119,35 @@ def adapter_shapes(model: nn.Module, targets: Iterable[str], rank: int) -> dict[
         rows, columns = model.get_submodule(name).weight.shape
         shapes |= {f"{name}.{LORA_A}": (rank, columns), f"{name}.{LORA_B}": (rows, rank)}
     return shapes
+
+
+def excessive_rank(trained: TrainedParameters, rank: int) -> str:
+    """Return a line about adapters whose rank exceeds that of the matrix to which they are added, or ""."""
+    sides = {
+        name: (trained.shapes[f"{name}.{LORA_B}"][0], trained.shapes[f"{name}.{LORA_A}"][1]) for name in trained.targets
+    }
+    small = [name for name, shape in sides.items() if min(shape) < rank]
+    if not small:
+        return ""
+    rows, columns = sides[small[0]]
+    return (
+        f"lora.rank = {rank}: exceeds the smaller side of {len(small)} of {len(sides)} matrices, such as {small[0]} "
+        f"({rows} x {columns}), of which rank {min(rows, columns)} can represent every change"
+    )
+
+
+def frozen_experts(model: nn.Module, trained: TrainedParameters, name: str) -> str:
+    """Return a line about experts that are not trained, or "".
+
+    Args:
+        model: The complete model, without adapters.
+        trained: What is trained of it.
+        name: Of the model.
+    """
+    modules = [n for n, module in model.named_modules() if isinstance(module, Experts)]
+    parameters = [f"{n}.{leaf}" for n in modules for leaf, _ in model.get_submodule(n).named_parameters()]
+    frozen = sum(model.get_parameter(n).numel() for n in parameters if n not in trained.fully)
+    return f"lora: the experts of {name} get no adapter; their {frozen:,} parameters stay frozen" if frozen else ""
 
 
 def init_adapter(config: LoraConfig, name: str, rows: Tensor, generator: Generator) -> None:

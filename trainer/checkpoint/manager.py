@@ -21,6 +21,7 @@ from trainer.runtime.distributed import run_on_rank_0
 from trainer.state import TrainState, is_due
 from trainer.system import console
 from trainer.system.checkpoint_folder import STATE_FILE, step_of
+from trainer.system.spelling import counted
 
 
 class CheckpointManager:
@@ -159,7 +160,7 @@ class CheckpointManager:
         existing = run_on_rank_0(lambda: list_checkpoints(self.folder))
         self.best.load_state(saved.best, [step_of(path) for path in existing])
         self._deferred = False
-        ranks = f"{saved.world_size} rank{'s' * (saved.world_size > 1)}"
+        ranks = counted(saved.world_size, "rank")
         console.info(f"resuming from {point.path} (step {saved.step}, saved by {ranks})")
         for line in resume.changed_settings(point, self.files["config.toml"].decode()):
             console.info(f"setting changed since the checkpoint: {line}")

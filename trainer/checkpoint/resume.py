@@ -20,9 +20,12 @@ from trainer.state import TrainState
 from trainer.system import console
 from trainer.system.checkpoint_folder import LARGEST_CONFIG, STATE_FILE, committed, step_of
 from trainer.system.files import atomic_write, read_json_object, sync
+from trainer.system.spelling import counted
 
 _LINEAGE = "lineage.json"
 LARGEST_STATE = 16 * 2**20
+FAMILY = "model.name"
+"""Key of the model family in a fingerprint."""
 
 
 # ---------------------------------------------------------------- finding a checkpoint
@@ -70,7 +73,8 @@ def find_resume_point(folder: Path, load_step: int | str = 0) -> ResumePoint | N
             raise ConfigError("checkpoint.load_step", f"{path}: {problem}")
         console.warning(f"ignoring damaged checkpoint {path}: {problem}")
     if steps:
-        message = f"{folder}: all {len(steps)} checkpoints are damaged; set another --run.name for a new run"
+        damaged = f"all {len(steps)} checkpoints are damaged" if len(steps) > 1 else "its only checkpoint is damaged"
+        message = f"{folder}: {damaged}; set another --run.name for a new run"
         raise ConfigError("", message)
     if load_step:
         raise ConfigError("checkpoint.load_step", f"{folder} contains no checkpoint")
@@ -117,14 +121,15 @@ def require_compatible(saved: ResumePoint, now: Mapping[str, Any]) -> None:
     current fingerprint."""
     before = saved.state.fingerprint
     now = json.loads(json.dumps(now))  # tuples become lists, as in the checkpoint
-    differences = [
-        f"{key} was {json.dumps(before.get(key))}, is {json.dumps(value)}"
-        for key, value in sorted(now.items())
-        if before.get(key) != value
-    ]
-    if differences:
-        message = f"cannot resume from {saved.path}: {'; '.join(differences)}; set another --run.name for a new run"
-        raise ConfigError("", message)
+    keys = [key for key, value in sorted(now.items()) if before.get(key) != value and key != FAMILY]
+    if not keys:
+        return
+    # The family explains other dimensions. Alone it is no difference: it may follow from the folder of the same model.
+    if FAMILY in before and FAMILY in now and before[FAMILY] != now[FAMILY]:
+        keys.insert(0, FAMILY)
+    differences = [f"{key} was {json.dumps(before.get(key))}, is {json.dumps(now[key])}" for key in keys]
+    message = f"cannot resume from {saved.path}: {'; '.join(differences)}; set another --run.name for a new run"
+    raise ConfigError("", message)
 
 
 def changed_settings(saved: ResumePoint, config: str) -> list[str]:
@@ -169,7 +174,7 @@ def discard_newer(saved: ResumePoint) -> None:
             for path in newer:
                 path.rename(discarded / path.name)
                 sync(folder)
-            console.info(f"moved {len(newer)} newer checkpoints to {discarded}")
+            console.info(f"moved {counted(len(newer), 'newer checkpoint')} to {discarded}")
         atomic_write(folder / _LINEAGE, json.dumps({"rolled_back_to": [*steps, saved.requested]}))
     except OSError as error:
         message = f"{error.filename or folder} cannot be written ({error.strerror})"

@@ -23,7 +23,7 @@ from trainer.system.children import end_children
 from trainer.system.files import describe, folder_error
 from trainer.system.paths import path_error
 from trainer.system.process import local_rank, restore_interrupt
-from trainer.system.spelling import did_you_mean
+from trainer.system.spelling import counted, did_you_mean
 from trainer.system.streams import (
     STDOUT,
     name_stdout_in_errors,
@@ -265,8 +265,8 @@ def refuse_separate_tasks(nodes: int = 1) -> None:
         sys.exit(2)
     unset = " ".join(f"-u {name}" for name in names)
     die(
-        f"{names[0]}={count}: {launcher} has started {count} tasks of this command, but the run has {nodes} "
-        f"node{'s' * (nodes > 1)}. For one run, start one task per node and set NNODES, NODE_RANK and MASTER_ADDR "
+        f"{names[0]}={count}: {launcher} has started {count} tasks of this command, but the run has "
+        f"{counted(nodes, 'node')}. For one run, start one task per node and set NNODES, NODE_RANK and MASTER_ADDR "
         f"(docs/multi_node.md). For separate runs, start each task with env {unset}"
     )
 

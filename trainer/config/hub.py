@@ -22,6 +22,7 @@ from trainer.config.packages import require_package
 from trainer.system import console
 from trainer.system.files import atomic_write, file_lock, read_json_object
 from trainer.system.model_folder import published_problem, weights_problem
+from trainer.system.spelling import counted
 from trainer.system.streams import print_error
 
 COMMIT = "MESHWRIGHT_HUB_COMMIT"
@@ -132,7 +133,7 @@ def _download(hub: ModuleType, name: str, info: Any, contents: Contents) -> Path
             message = f"{_size(num_bytes)} must be downloaded to {cache}, which has {_size(free)} free"
             raise ConfigError(_SETTING, f"{message}; HF_HOME names another folder")
         if missing:
-            print_error(f"downloading {len(missing)} files of {name} ({_size(num_bytes)}) to {snapshot}")
+            print_error(f"downloading {counted(len(missing), 'file')} of {name} ({_size(num_bytes)}) to {snapshot}")
         if not console.on_terminal():
             hub.utils.disable_progress_bars()
         names = [s.rfilename for s in wanted]

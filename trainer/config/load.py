@@ -10,7 +10,7 @@ from typing import Any
 from trainer.config.errors import ConfigError
 from trainer.config.fields import settings
 from trainer.config.flags import parse_argv, settings_of_flags
-from trainer.config.pretrained import with_pretrained
+from trainer.config.pretrained import with_pretrained, with_tokenizer_backend
 from trainer.config.required_files import FILE_SECTIONS, require_files
 from trainer.config.rules import check_combinations
 from trainer.config.schema.config import Config
@@ -47,7 +47,7 @@ def load_config(argv: Sequence[str], check_files: Collection[str] = FILE_SECTION
     sections = {name: replace(getattr(defaults, name), **members) for name, members in values.items()}
     config = Config(**sections, origins=origins)
     try:
-        config = with_pretrained(config, check_files, with_weights)
+        config = with_tokenizer_backend(with_pretrained(config, check_files, with_weights))
         check_combinations(config)
         require_files(config, check_files)
     except ConfigError as error:

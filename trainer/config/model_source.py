@@ -1,6 +1,8 @@
 """What a folder with a model provides: its checkpoint, its tokenizer as settings, its chat template."""
 
+import re
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,8 @@ from trainer.system.paths import split_best, unreadable
 
 TOKENIZER_FILES = {"tokenizer.json": "huggingface", "tokenizer.model": "sentencepiece", "tekken.json": "tekken"}
 """Tokenizer file of a folder in Hugging Face's format, in order of precedence -> [tokenizer] backend."""
+_LINE_BYTES = 1024
+_BACKEND_OF_ENDING = {".json": "huggingface", ".tiktoken": "tiktoken", ".model": "sentencepiece"}
 TEMPLATE_FILES = ("chat_template.jinja", "tokenizer_config.json", "chat_template.json")
 """Files that may define a chat template, in order of precedence."""
 
@@ -91,8 +95,30 @@ def saved_tokenizer(checkpoint: Path, model: Mapping[str, Any]) -> dict[str, Any
 
 def published_tokenizer(folder: Path) -> dict[str, Any]:
     """Return the settings of [tokenizer] that load the tokenizer files of Hugging Face's format, or {} if there are none."""
-    found = ((file, backend) for file, backend in TOKENIZER_FILES.items() if (folder / file).exists())
-    return next(({"backend": backend, "path": str(folder / file)} for file, backend in found), {})
+    files = (folder / name for name in TOKENIZER_FILES)
+    return next((tokenizer_of(file) | {"path": str(file)} for file in files if file.exists() and not file.is_dir()), {})
+
+
+def tokenizer_of(path: Path) -> dict[str, Any]:
+    """Return the settings of [tokenizer] that load the tokenizer at a path: a folder with a model, or a tokenizer's file. Return
+    {} if the kind of the tokenizer is unknown. If the path does not exist, its name decides alone. Raises ConfigError."""
+    if path.is_dir():
+        return tokenizer_settings(path)
+    backend = TOKENIZER_FILES.get(path.name) or _BACKEND_OF_ENDING.get(
+        path.suffix, "" if path.exists() else "huggingface"
+    )
+    if backend == "sentencepiece" and _is_tiktoken(path):  # Llama 3's file has the same name as Llama 2's
+        backend = "tiktoken"
+    return {"backend": backend} if backend else {}
+
+
+def _is_tiktoken(file: Path) -> bool:
+    """Return whether the first line of a file is that of a tiktoken file: a token's bytes in base64, a space and its id."""
+    if not file.is_file():  # opening a named pipe would wait forever
+        return False
+    with suppress(OSError), file.open("rb") as lines:
+        return re.fullmatch(rb"[A-Za-z0-9+/]+=* \d+\r?\n?", lines.readline(_LINE_BYTES)) is not None
+    return False
 
 
 def tokenizer_settings(folder: Path) -> dict[str, Any]:

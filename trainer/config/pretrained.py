@@ -17,9 +17,11 @@ from trainer.config.model_source import (
     read_model_file,
     resolve_checkpoint,
     template_file,
+    tokenizer_of,
     tokenizer_settings,
 )
 from trainer.config.schema.config import Config
+from trainer.config.schema.model import TokenizerConfig
 from trainer.system.checkpoint_folder import is_checkpoint
 from trainer.system.paths import split_best
 from trainer.system.spelling import similar_path
@@ -30,7 +32,7 @@ SHORT_FLAGS = {"--from": f"--{SETTING}"}
 _PARTS: Mapping[str, tuple[str, ...]] = {
     "model": ("model.huggingface", "model.name", "model.size"),
     "weights": ("checkpoint.init_from",),
-    "tokenizer": ("tokenizer.backend", "tokenizer.path"),
+    "tokenizer": ("tokenizer.path", "tokenizer.backend"),
     "chat template": ("data.chat_template",),
 }
 """What a model folder provides -> settings that replace it."""
@@ -79,13 +81,32 @@ def with_pretrained(config: Config, sections: Collection[str], with_weights: boo
     return _changed(config, changes, origin)
 
 
+def with_tokenizer_backend(config: Config) -> Config:
+    """Return the configuration with the backend of the tokenizer at [tokenizer] path, if only the path is given. Raises
+    ConfigError if the kind of the tokenizer cannot be seen."""
+    if not config.tokenizer.path or "tokenizer.backend" in config.origins:
+        return config
+    with errors_about("tokenizer.path"):
+        found = tokenizer_of(Path(config.tokenizer.path))
+    if not found and os.path.isdir(config.tokenizer.path):
+        raise ConfigError("tokenizer.path", f"this folder contains none of {', '.join(TOKENIZER_FILES)}")
+    if not found:
+        message = "the kind of this tokenizer is not clear from its name; set tokenizer.backend"
+        raise ConfigError(
+            "tokenizer.path", f"{message} to {', '.join(sorted(set(TOKENIZER_FILES.values()) | {'tiktoken'}))}"
+        )
+    changes = _with_own_tokens(found, config.tokenizer)
+    return _changed(config, changes, config.origins["tokenizer.path"])
+
+
 def _changed(config: Config, changes: Mapping[str, Any], origin: str | None) -> Config:
-    """Return the configuration with these values, whose origin is the setting [model] pretrained."""
+    """Return the configuration with these values. origin: that of the setting that gave them."""
     origins = dict(config.origins)
     for key, value in changes.items():
         section, _, name = key.partition(".")
         config = replace(config, **{section: replace(getattr(config, section), **{name: value})})
-        origins[key] = f"{origin} ([{section}] {name})"
+        if origins.get(key) != origin:
+            origins[key] = f"{origin} ([{section}] {name})"
     return replace(config, origins=origins)
 
 
@@ -185,12 +206,16 @@ def _tokenizer(config: Config, folder: Path) -> dict[str, Any]:
     """Return the settings of the folder's tokenizer, with the tokens that the user adds. Raises ConfigError if there is none."""
     with errors_about(SETTING):
         found = tokenizer_settings(folder)
-    if not found and "tokenizer.backend" in config.origins:
+    if not found and any(key in config.origins for key in _PARTS["tokenizer"]):
         return {}
     if not found:
         message = f"{folder} contains none of {', '.join(TOKENIZER_FILES)}"
-        raise ConfigError(SETTING, f"{message}; set [tokenizer] backend and path (backend default: the shipped one)")
-    own = config.tokenizer
+        raise ConfigError(SETTING, f"{message}; set tokenizer.path, or tokenizer.backend = default (the shipped one)")
+    return _with_own_tokens(found, config.tokenizer)
+
+
+def _with_own_tokens(found: Mapping[str, Any], own: TokenizerConfig) -> dict[str, Any]:
+    """Return the settings of a tokenizer that was found, with the tokens that the user adds. own: as the user has given them."""
     names = (*found.get("extra_special_tokens", ()), *own.extra_special_tokens)
     added = {
         "pattern": own.pattern or found.get("pattern", ""),
@@ -198,4 +223,5 @@ def _tokenizer(config: Config, folder: Path) -> dict[str, Any]:
         "reuse_reserved_tokens": found.get("reuse_reserved_tokens", {}) | dict(own.reuse_reserved_tokens),
     }
     added = {name: value for name, value in added.items() if value != getattr(own, name)}
-    return {f"tokenizer.{name}": value for name, value in ({n: found[n] for n in ("backend", "path")} | added).items()}
+    settings = {"backend": found["backend"], "path": found.get("path", own.path)} | added
+    return {f"tokenizer.{name}": value for name, value in settings.items()}

@@ -19,6 +19,7 @@ from trainer.data.sources import BadDocument, Source, open_source
 from trainer.data.sources.source import Span
 from trainer.data.tokenizer.protocol import Tokenizer
 from trainer.system.paths import unreadable
+from trainer.system.spelling import counted
 
 PREPARED_BYTES = 64 * 2**20
 """Size of the files of a dataset up to which it is prepared. It takes a minute or less."""
@@ -56,13 +57,17 @@ class LargeDataset:
     config: DataConfig
     source: Source
 
+    @property
+    def _files(self) -> str:
+        return counted(len(self.source.files), "file")
+
     def check_first_documents(self, tokenizer: Tokenizer) -> str:
         """Encode the first documents. Return a line that says how many are readable. Raises ConfigError if none is."""
         with blame_setting(self.setting):
             results = list(islice(self._results(tokenizer), _FIRST_DOCUMENTS))
             bad = [result for result in results if isinstance(result, BadDocument)]
             if not results:
-                found = f"{len(self.source.files)} files ({size_of(self.source)} bytes) without a document"
+                found = f"{self._files} ({counted(size_of(self.source), 'byte')}) without a document"
                 raise ConfigError("data.path", f"this dataset contains no readable document; found {found}")
             if len(bad) == len(results):
                 raise ConfigError(
@@ -76,9 +81,7 @@ class LargeDataset:
         )
         example = f"; refused: {bad[0]}" if bad else ""
         name = "" if self.name == SINGLE else f"{self.name}: "
-        return (
-            f"{name}{len(self.source.files)} files, {size / 1e9:.2f} GB, which the run prepares first; {found}{example}"
-        )
+        return f"{name}{self._files}, {size / 1e9:.2f} GB, which the run prepares first; {found}{example}"
 
     def _results(self, tokenizer: Tokenizer) -> Iterator[Encoded | BadDocument]:
         """Yield the documents of all files, encoded. Raises ConfigError."""

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from models.spec import Head
 from trainer.batch import Batch
+from trainer.system.spelling import counted
 
 
 class Readout(Protocol):
@@ -37,7 +38,9 @@ def by_name(objective: Objective, values: Tensor) -> dict[str, Tensor]:
     """Return "loss" and the objective's metrics by name. values: result of the objective's heads, (1 + metrics,)."""
     names = ("loss", *objective.metrics)
     if len(values) != len(names):
-        message = f"its head returned {len(values)} values, expected {len(names)}: the sums of {', '.join(names)}"
+        message = (
+            f"its head returned {counted(len(values), 'value')}, expected {len(names)}: the sums of {', '.join(names)}"
+        )
         raise TypeError(f"{type(objective).__name__}: {message}")
     return dict(zip(names, values.unbind(), strict=True))
 

@@ -22,8 +22,6 @@ def check_divisibility(
     for name in plan.tp_divisible:
         if getattr(sizes, name) % dims.tp:
             raise ConfigError("parallel.tp", f"must divide {name} {getattr(sizes, name)} of {model}")
-    if dims.ep > 1 and not plan.has_experts:
-        raise ConfigError("parallel.ep", f"must be 1, because {model} has no experts")
     if plan.has_experts and sizes.n_experts % dims.ep:
         raise ConfigError("parallel.ep", f"must divide n_experts {sizes.n_experts} of {model}")
     rows = -(-sizes.vocab_size // dims.tp)

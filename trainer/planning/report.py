@@ -4,6 +4,7 @@ import json
 import shlex
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from trainer.planning.recorder import MEMORY_CATEGORIES
 from trainer.planning.roofline import BANDWIDTH_EFFICIENCY, FLOPS_EFFICIENCY, NETWORK_EFFICIENCY, wire_bytes
 from trainer.planning.search import Candidate
 from trainer.planning.simulate import Simulation
+from trainer.system.spelling import counted
 from trainer.system.units import GIB
 
 PLOT_FORMATS = (".png", ".svg", ".pdf")
@@ -45,10 +47,10 @@ def as_text(estimate: RunEstimate, device: str, tokens: float | None, price: flo
         price: Price of a device for an hour. None: no price.
     """
     training = estimate.config.training
-    step = f"{training.global_batch_size} samples of {training.seq_len} tokens per step"
+    step = f"{counted(training.global_batch_size, 'sample')} of {training.seq_len} tokens per step"
     lines = [
         headline(estimate, device),
-        f"{step}, {estimate.resolved.grad_accum} microbatches on each rank",
+        f"{step}, {counted(estimate.resolved.grad_accum, 'microbatch', plural='microbatches')} on each rank",
         "",
         *_memory_lines(estimate),
         "",
@@ -128,12 +130,13 @@ def run_duration(estimate: RunEstimate, price: float | None) -> str:
         return unknown_length(estimate)
     steps, tokens = estimate.config.training.steps, estimate.tokens_per_second * estimate.run_s
     duration = _duration(estimate.run_s, estimate.hardware.world_size, price)
-    return f"{steps:,} steps ({tokens:,.3g} tokens): {duration}"
+    return f"{counted(steps, 'step', ',')} ({tokens:,.3g} tokens): {duration}"
 
 
 def unknown_length(estimate: RunEstimate) -> str:
     """Return the text about the length of a run with training.epochs."""
-    return f"{estimate.config.training.epochs:g} epochs: the length in steps is known only when the data are prepared"
+    epochs = counted(estimate.config.training.epochs, "epoch", "g")
+    return f"{epochs}: the length in steps is known only when the data are prepared"
 
 
 def time_text(seconds: float) -> str:
@@ -144,7 +147,7 @@ def time_text(seconds: float) -> str:
 
 def _duration(seconds: float, world_size: int, price: float | None) -> str:
     device_hours = seconds / 3600 * world_size
-    devices = f"{world_size:,} device{'s' * (world_size > 1)}"
+    devices = counted(world_size, "device", ",")
     text = f"at least {time_text(seconds)} on {devices}, {device_hours:,.4g} device hours"
     return f"{text}, price {device_hours * price:,.2f}" if price else text
 
@@ -178,7 +181,11 @@ def margin_text(estimate: RunEstimate) -> str:
 
 
 def ranking(
-    num_layouts: int, found: Sequence[tuple[Candidate, RunEstimate]], given: Mapping[str, str], price: float | None
+    num_layouts: int,
+    found: Sequence[tuple[Candidate, RunEstimate]],
+    given: Mapping[str, str],
+    price: float | None,
+    is_complete: bool = True,
 ) -> str:
     """Return the table of candidates as text.
 
@@ -187,8 +194,10 @@ def ranking(
         found: Simulated candidates, best first.
         given: Flag of the command line -> value, for the settings with which the search was started.
         price: Price of a device for an hour. None: no price.
+        is_complete: Whether the search has ended by itself.
     """
-    lines = [f"{len(found)} of {num_layouts} layouts simulated", ""]
+    simulated = f"{len(found)} of {counted(num_layouts, 'layout')} simulated"
+    lines = [simulated if is_complete else f"the search was interrupted: {simulated}", ""]
     lines.append(f"{'tokens/s':>12} {'per device':>10} {'MFU':>6} {'memory':>11}        bound by")
     for candidate, estimate in found:
         fits = ("tight" if estimate.is_tight else "") if estimate.fits else "no fit"
@@ -198,6 +207,7 @@ def ranking(
             f"{format_bytes(estimate.largest.peak):>11} {fits:<6} {estimate.slowest.bound:<28} {candidate}"
         )
     best, estimate = found[0]
+    so_far = "" if is_complete else f" of the {len(found)} simulated before the interrupt"
     if not estimate.fits:
         return "\n".join([*lines, "", "none of the simulated layouts fits"])
     if any(other.is_tight for _, other in found):
@@ -206,9 +216,11 @@ def ranking(
             lines.append(
                 f"every simulated layout that fits is tight; of the best one, {margin_text(estimate)} should stay free"
             )
-    chosen = ["the configured layout is the best"]
+    chosen = [f"the configured layout is the best{so_far}"]
     if best.settings:
-        chosen = [best.toml(), "", f"or, to write a complete file: {_file_command(best, given, estimate.hardware)}"]
+        command = _file_command(best, given, estimate.hardware)
+        title = [f"the best layout{so_far}:", ""] if so_far else []
+        chosen = [*title, best.toml(), "", f"or, to write a complete file: {command}"]
     return "\n".join([*lines, "", *chosen, "", run_duration(estimate, price)])
 
 
@@ -284,9 +296,21 @@ def canvas(path: Path, option: str) -> Any:
     raise ConfigError("", f"{option} {path}: {problem}")
 
 
-def draw(figure: Any, path: Path, simulation: Simulation, title: str, limit_gib: float) -> None:
+def draw(figure: Any, path: Path, option: str, simulation: Simulation, title: str, limit_gib: float) -> None:
     """Draw memory by category over the operators of the step, and a line at the device memory. If the peak is far below it, the
-    vertical axis is broken between the two. limit_gib: device memory."""
+    vertical axis is broken between the two.
+
+    Args:
+        figure: Result of `canvas` for this path and this option.
+        path: File to write.
+        option: As in `canvas`.
+        simulation: Whose memory is drawn.
+        title: Of the figure.
+        limit_gib: Device memory.
+
+    Raises:
+        ConfigError: The file cannot be written.
+    """
     peak = simulation.peak / GIB
     axes = limit_axes = None
     if limit_gib < _BROKEN_AXIS * peak:
@@ -313,4 +337,15 @@ def draw(figure: Any, path: Path, simulation: Simulation, title: str, limit_gib:
     limit_axes.set_title(f"{title}\nplanned peak: {peak:.2f} GiB in {place(simulation.peak_at)}")
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles[::-1], labels[::-1], loc="outside right upper", frameon=False)
-    figure.savefig(path, dpi=150)
+    save(figure, path, option, dpi=150)
+
+
+def save(figure: Any, path: Path, option: str, dpi: int) -> None:
+    """Write a figure. option: as in `canvas`. Raises ConfigError if this fails; then no part of the file remains."""
+    try:
+        figure.savefig(path, dpi=dpi)
+    except OSError as error:
+        with suppress(OSError):
+            if path.is_file():  # not a device
+                path.unlink()
+        raise ConfigError("", f"{option} {path}: cannot be written ({error.strerror or error})") from None

@@ -23,6 +23,7 @@ from trainer.run.resolve import ResolvedRun, resolve
 from trainer.runtime.device import DTYPES
 from trainer.system.console import Progress, progress
 from trainer.system.process import cores
+from trainer.system.spelling import counted
 
 _MAX_PP = 16
 _MODES = ("none", "selective", "full")
@@ -120,7 +121,7 @@ def _block_costs(found: Sequence[Candidate], simulator: "_Simulator", most: int)
     blocks = [num_blocks(config, resolve(without_compiler(config), world_size)) for config in shallow]
     blocks[0] += _IMPORT_BLOCKS
     later = most * _total_blocks(found) / len(found)  # it is not known yet which
-    simulator.announce(f"measuring blocks for at most {most} of {len(found)} layouts", sum(blocks) + later)
+    simulator.announce(f"measuring blocks for at most {most} of {counted(len(found), 'layout')}", sum(blocks) + later)
     simulations = simulator.run([(config, 0) for config in shallow], blocks)
     costs = [
         _cost(config, simulation, simulator.hardware) for config, simulation in zip(shallow, simulations, strict=True)
@@ -238,8 +239,8 @@ def search(
     found = candidates(config, hardware)
     if not found:
         resolve(without_compiler(config), hardware.world_size)  # raises the reason
-        raise ConfigError("", f"no parallel layout can run on {hardware.world_size} ranks")
-    with progress(None, " blocks", "") as bar:
+        raise ConfigError("", f"no parallel layout can run on {counted(hardware.world_size, 'rank')}")
+    with progress(None, " blocks", "", is_bound=True) as bar:
         yield from _search(config, found, max_candidates, _Simulator(hardware, bar))
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer.reporting.figures import in_words, number
+from trainer.system.spelling import counted
 from trainer.system.units import duration
 
 NAMES = {
@@ -73,7 +74,7 @@ def _text_of(event: dict[str, Any]) -> str:
         more = [f"{in_words(key)[0]} {event[key]:.6g}" for key in ("perplexity", "bits_per_byte") if key in event]
         return ", ".join([f"{name}: loss {event['loss']:.6g}", *more])
     if kind == "rollback":
-        return f"training returned to the latest checkpoint; {event['samples']:,} samples skipped"
+        return f"training returned to the latest checkpoint; {counted(event['samples'], 'sample', ',')} skipped"
     if kind == "skipped":
         return f"{event['count']:,} updates skipped since the previous record"
     if kind == "not finite":

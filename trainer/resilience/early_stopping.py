@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from trainer.config import EvaluationConfig
 from trainer.state import TrainState
+from trainer.system.spelling import counted
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class EarlyStopping:
         below = "been finite" if lowest is None else f"fallen below {lowest:.4f}"
         if lowest is not None and self.config.early_stopping_min_delta:
             below += f" by more than {self.config.early_stopping_min_delta:g}"
-        return f"the loss on {self.config.keep_best_on} has not {below} in {count} evaluation{'s' * (count > 1)}"
+        return f"the loss on {self.config.keep_best_on} has not {below} in {counted(count, 'evaluation')}"
 
     def _memory(self, state: TrainState) -> tuple[float | None, int]:
         match state.early_stopping:

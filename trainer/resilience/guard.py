@@ -92,8 +92,10 @@ def should_roll_back(config: ResilienceConfig, outcome: StepOutcome, rollbacks: 
     if not (spike or too_many_skips):
         return False
     if not spike and config.on_max_skips != "rollback":
+        number = outcome.consecutive_skips
+        skipped = f"{number} steps in a row were" if number > 1 else "this step was"
         raise TrainingDiverged(
-            f"{outcome}; {outcome.consecutive_skips} steps in a row were skipped: training stops, and this state is not "
+            f"{outcome}; {skipped} skipped: training stops, and this state is not "
             "saved. Resume from an earlier checkpoint (--checkpoint.load_step) with a lower learning rate or a longer warm-up"
         )
     if rollbacks == config.max_rollbacks:

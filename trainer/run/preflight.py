@@ -20,6 +20,7 @@ from trainer.runtime.distributed import all_gather_objects, run_on_rank_0
 from trainer.runtime.dtensor import to_local
 from trainer.system.files import existing_part
 from trainer.system.process import memory_available, node_id
+from trainer.system.spelling import counted
 from trainer.system.units import GIB
 
 
@@ -129,5 +130,5 @@ def check_disk(config: Config, num_trained: int, step: int) -> None:
         raise ConfigError("run.output_folder", f"a checkpoint needs {size}, but {message}")
     keep = next((keep for keep in (3, 2, 1) if needed(keep) * num_bytes <= free), 0)
     advice = f"; keep = {keep} needs {needed(keep) * num_bytes / GIB:.3g} GiB" if keep else ""
-    message = f"up to {count} checkpoints of {size} will exist at a time, but {message}{advice}"
+    message = f"up to {counted(count, 'checkpoint')} of {size} will exist at a time, but {message}{advice}"
     raise ConfigError("checkpoint.keep", message)

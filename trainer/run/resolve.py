@@ -12,6 +12,7 @@ from models.spec import Model, ModelSpec, ParallelPlan, SizeError, meta_model, s
 from trainer.adapters.select import TrainedParameters, require_trained_vocabulary, select_parameters
 from trainer.checkpoint.huggingface import read_architecture
 from trainer.checkpoint.peft import PeftNames, require_peft_support
+from trainer.checkpoint.resume import FAMILY
 from trainer.config import Config, ConfigError, ModelConfig, ProfilingConfig, errors_about
 from trainer.config.fields import Setting, coerce, parse_text, settings, type_name
 from trainer.config.pretrained import is_from_pretrained
@@ -61,19 +62,22 @@ def resolve(config: Config, world_size: int) -> ResolvedRun:
     """Resolve a configuration. Raises ConfigError if its combination of settings cannot run."""
     family, sizes = resolve_model(config.model)
     spec, sizes = MODELS[family], _for_seq_len(sizes, config.training.seq_len, config.model.overrides)
-    dims = ParallelDims.from_config(config.parallel, world_size)
-    training = config.training
     model = meta_model(spec.model, sizes)
     plan = model.plan()
+    of_folder = is_from_pretrained(config, "model.huggingface")
+    folder = config.model.pretrained if of_folder else config.model.huggingface
+    name = folder or f"{family}/{config.model.size}"
+    _check_experts(
+        config, model, plan, name
+    )  # before the degrees: ep of a model without experts has no right value but 1
+    dims = ParallelDims.from_config(config.parallel, world_size)
+    training = config.training
     on_gpu = config.run.device != "cpu" and devices.gpu_count() > 0
     compiled = resolve_compilation(config.compile.enabled, config.parallel, on_gpu)
     check_supported(config.parallel, config.activation_checkpoint, training, on_gpu, compiled)
     _check_profiling(config.profiling, world_size, on_gpu)
     if training.epochs is None:
         require_profiled_step(config.profiling, training.steps)
-    of_folder = is_from_pretrained(config, "model.huggingface")
-    folder = config.model.pretrained if of_folder else config.model.huggingface
-    name = folder or f"{family}/{config.model.size}"
     check_divisibility(dims, plan, sizes, name, config.parallel, training.seq_len)
     samples = training.local_batch_size * dims.batch
     if training.global_batch_size % samples:
@@ -81,7 +85,6 @@ def resolve(config: Config, world_size: int) -> ResolvedRun:
         raise ConfigError("training.global_batch_size", f"must be a multiple of {factors} = {samples}")
     if dims.pp > 1:
         check_microbatches(config.parallel, training.global_batch_size // samples)
-    _check_experts(config, model, plan, name)
     trained = select_parameters(model, plan, config.lora)
     if config.lora.rank and config.checkpoint.resize_embeddings:
         require_trained_vocabulary(model, plan, trained)
@@ -113,15 +116,17 @@ def resolve(config: Config, world_size: int) -> ResolvedRun:
         trained=trained,
         num_trained=sum(p.numel() for p in tensors),
         flops_per_token=trained.flops_per_token(model, training.seq_len),
-        fingerprint=_fingerprint(config) | dimensions,
+        fingerprint=_fingerprint(config) | {FAMILY: family} | dimensions,
         shared=_values(config, lambda setting: not setting.constraint.per_node)
         | {"compile.enabled": compiled, "model.type": spec.huggingface.model_type, **dimensions},
     )
 
 
 def _check_experts(config: Config, model: Model, plan: ParallelPlan, name: str) -> None:
-    """Raise ConfigError if a setting of [experts] has no effect on the model. name: of the model."""
+    """Raise ConfigError if ep, or a setting of [experts], has no effect on the model. name: of the model."""
     if not plan.has_experts:
+        if config.parallel.ep > 1:
+            raise ConfigError("parallel.ep", f"must be 1, because {name} has no experts")
         for setting in fields(config.experts):
             if getattr(config.experts, setting.name) != setting.default:
                 raise ConfigError(f"experts.{setting.name}", f"has no effect, because {name} has no experts")

@@ -13,7 +13,8 @@ from typing import Any, TextIO
 import torch
 import torch.distributed as dist
 
-from trainer.adapters.select import SCALE_SETTINGS
+from models.spec import meta_model
+from trainer.adapters.select import SCALE_SETTINGS, excessive_rank, frozen_experts
 from trainer.checkpoint import resume
 from trainer.checkpoint.export import export_run
 from trainer.checkpoint.huggingface import window_and_generation
@@ -32,12 +33,15 @@ from trainer.system import console
 from trainer.system.checkpoint_folder import MODEL_FILE
 from trainer.system.environment import environment
 from trainer.system.files import atomic_write, existing_part, file_error, folder_error, lock_holder, try_lock
+from trainer.system.spelling import counted
 
 _LIBRARIES = ("torch", "safetensors", "xxhash", "tiktoken", "sentencepiece")
 _LOCK = ".lock"
 _FOLDERS = ("checkpoints", "tb")
 _FILES = ("metrics.jsonl", "config.toml", "environment.json")
 _LOG = "log.txt"
+_MANY_EPOCHS = 10
+"""Number of epochs above which a run warns that it repeats its data."""
 
 
 def acquire_lock(folder: Path) -> TextIO | None:
@@ -262,6 +266,17 @@ def log_summary(
         f"({dims}), {'bitwise deterministic' if deterministic else 'deterministic up to rounding'}, "
         f"attention: {attention}"
     )
+    for line in adapter_notes(config, resolved):
+        console.warning(line)
+
+
+def adapter_notes(config: Config, resolved: ResolvedRun) -> list[str]:
+    """Return lines about adapters that do less, or more, than a user may expect."""
+    if config.lora.rank is None:
+        return []
+    model, trained = meta_model(resolved.spec.model, resolved.sizes), resolved.trained
+    lines = (excessive_rank(trained, config.lora.rank), frozen_experts(model, trained, resolved.model_name))
+    return list(filter(None, lines))
 
 
 def log_data(config: Config, grad_accum: int, data: Datasets, epochs: float, targets: float) -> None:
@@ -274,13 +289,32 @@ def log_data(config: Config, grad_accum: int, data: Datasets, epochs: float, tar
     """
     training = config.training
     console.info(
-        f"data {data.name}: {len(data.training)} samples of {training.seq_len} tokens ({100 * targets:.3g} % targets), "
-        f"{training.global_batch_size} per step, in {grad_accum} microbatches per rank; "
-        f"{training.steps} steps make {epochs:.3g} epochs"
+        f"data {data.name}: {counted(len(data.training), 'sample')} of {training.seq_len} tokens "
+        f"({100 * targets:.3g} % targets), "
+        f"{training.global_batch_size} per step, in {counted(grad_accum, 'microbatch', plural='microbatches')} per rank; "
+        f"{counted(training.steps, 'step')} make{'s' * (training.steps == 1)} {counted(epochs, 'epoch', '.3g')}"
     )
     schedule, steps = config.lr_schedule, training.steps
     if schedule.warmup_steps + schedule.decay_steps > steps:
         console.warning(
-            f"warmup_steps {schedule.warmup_steps} + decay_steps {schedule.decay_steps} exceed the {steps} steps of this run: "
-            "the schedule will not complete"
+            f"warmup_steps {schedule.warmup_steps} + decay_steps {schedule.decay_steps} exceed the "
+            f"{counted(steps, 'step')} of this run: the schedule will not complete"
         )
+    if line := many_epochs(config, len(data.training), epochs):
+        console.warning(line)
+
+
+def many_epochs(config: Config, num_samples: int, epochs: float) -> str:
+    """Return a line about a number of steps that repeats few samples many times, or "".
+
+    Args:
+        config: Settings of the run, whose epochs are steps.
+        num_samples: Number of training samples.
+        epochs: Number of epochs at the end of the run.
+    """
+    if epochs <= _MANY_EPOCHS or "training.epochs" in config.origins:  # a number of epochs is chosen on purpose
+        return ""
+    return (
+        f"training.steps = {config.training.steps}: passes over the {counted(num_samples, 'sample')} of the data "
+        f"{epochs:.3g} times, so the model may memorize them; training.epochs chooses the number of passes"
+    )

@@ -145,7 +145,9 @@ class _ProgressLines:
     """The progress of a task as lines on stderr, for a log file: one each few seconds while it is updated. A task that takes less
     has no line. stdout belongs to the result of a script."""
 
-    def __init__(self, total: int | None, unit: str, desc: str):
+    def __init__(self, total: int | None, unit: str, desc: str, is_bound: bool):
+        """See `progress`."""
+        self.left = "at most" if is_bound else "about"
         self.total = total
         self.unit = unit
         self.desc = desc
@@ -180,13 +182,13 @@ class _ProgressLines:
         if not self.n or self.total is None:
             return ""
         left_s = (self.advanced - self.started) * (self.total - self.n) / self.n - (now - self.advanced)
-        return f", about {duration(max(left_s, 0))} left"
+        return f", {self.left} {duration(max(left_s, 0))} left"
 
 
 Progress = tqdm | _ProgressLines
 
 
-def progress(total: int | None, unit: str, desc: str) -> Progress:
+def progress(total: int | None, unit: str, desc: str, is_bound: bool = False) -> Progress:
     """Return a context manager with a method `update(n)`: a progress bar on a terminal, otherwise lines. Its `n` (the number of
     completed units), `total` and `set_description(desc)` are those of tqdm.
 
@@ -194,9 +196,10 @@ def progress(total: int | None, unit: str, desc: str) -> Progress:
         total: Number of units. None: unknown.
         unit: Name of the unit.
         desc: What is done.
+        is_bound: Whether the task may end before `total`, so that the remaining time is a bound.
     """
     if not on_terminal() and _is_logging_rank():
-        return _ProgressLines(total, unit, desc)
+        return _ProgressLines(total, unit, desc, is_bound)
     tqdm.set_lock(_LOCK)
     # Without smoothing, the remaining time follows from the mean rate: units may take different times.
     options = {"unit_scale": True, "smoothing": 0, "disable": not _is_logging_rank(), "leave": False}

@@ -252,8 +252,15 @@ def existing_part(path: Path) -> Path:
     return next(p for p in (path, *path.absolute().parents) if p.exists())
 
 
-def file_lock(path: Path) -> TextIO:
-    """Wait for the lock of a file. Return the open file, which holds the lock until it is closed."""
+@contextmanager
+def file_lock(path: Path) -> Iterator[None]:
+    """Context manager that waits for the lock of a file, and removes the file at its end. A process that waits for the removed
+    file notices this and opens the next one (`try_lock`). Only a killed process leaves the file."""
     file = try_lock(path, math.inf)
     assert not isinstance(file, str)
-    return file
+    with file:
+        try:
+            yield
+        finally:
+            with suppress(OSError):
+                path.unlink()

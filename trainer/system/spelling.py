@@ -1,4 +1,4 @@
-"""Names in messages: lists of them, and the one that a user probably meant."""
+"""Words in messages: lists of names, the name that a user probably meant, numbers with a noun."""
 
 import difflib
 import os
@@ -12,6 +12,24 @@ def listed(names: Sequence[str]) -> str:
     """Return the first names, separated by commas, without the end of long ones, or "none"."""
     shown = [n if len(n) <= _SHOWN_CHARACTERS else f"{n[: _SHOWN_CHARACTERS - 3]}..." for n in names[:_SHOWN_NAMES]]
     return ", ".join(shown + ["..."] * (len(names) > _SHOWN_NAMES)) or "none"
+
+
+def counted(number: float, noun: str, form: str = "", plural: str = "") -> str:
+    """Return a number and its noun, which is singular only for 1: "1 file", "2 files".
+
+    Args:
+        number: A count.
+        noun: In the singular.
+        form: Format of the number, such as ",".
+        plural: Of the noun, if it does not end in "s" only.
+    """
+    text = f"{number:{form}}"
+    return f"{text} {noun if text == '1' else plural or f'{noun}s'}"
+
+
+def every(number: int, noun: str) -> str:
+    """Return "every step", "every 2 steps" and so on."""
+    return f"every {noun}" if number == 1 else f"every {number} {noun}s"
 
 
 def nearest(word: str, candidates: Iterable[str]) -> str:

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from tests.data.chat.examples import CHATML, DEFAULT, TALK
+from tests.data.chat.examples import CHATML, DEFAULT, TALK, train_sentencepiece
 from tests.data.tokenizer.folders import byte_level, save
 from trainer.config import ConfigError, TokenizerConfig
 from trainer.data.chat.format import ChatFormat, load_chat_format
@@ -77,6 +77,14 @@ def test_a_template_whose_tokens_the_tokenizer_lacks_names_one_that_fits(tmp_pat
         with pytest.raises(ConfigError, match=r"which the tokenizer does not have; set data\.chat_template") as error:
             load_chat_format("llama3", load_tokenizer(config))
         assert way in error.value.message
+
+
+def test_a_tokenizer_without_tokens_of_chats_is_told_the_template_that_needs_none(tmp_path):
+    with pytest.raises(ConfigError) as error:
+        load_chat_format("llama3", train_sentencepiece(tmp_path, "bpe"))
+    reason, way = error.value.message.split("; ")
+    assert reason.endswith("which the tokenizer does not have")
+    assert way == 'set data.chat_template = "llama2", whose only special tokens are BOS and EOS'
 
 
 def test_the_fingerprint_depends_on_template_tokenizer_and_special_tokens(char_tokenizer, llama3):

@@ -269,7 +269,7 @@ def test_a_corpus_without_documents_is_an_error(data, tmp_path):
         prepare(replace(data, path=str(folder)), DEFAULT)
     (folder / "blank.jsonl").write_text("\n\n")
     with pytest.raises(
-        ConfigError, match=r"contains no readable document; found 1 files \(2 bytes\) without a document"
+        ConfigError, match=r"contains no readable document; found 1 file \(2 bytes\) without a document"
     ):
         prepare(replace(data, dataset="jsonl", path=str(folder)), DEFAULT)
 
@@ -377,6 +377,28 @@ def test_a_torn_chunk_is_tokenized_again(data, tmp_path, monkeypatch, suffix, si
     (chunk,) = Path(data.store_folder).glob(f"*.tmp-chunks/chunk-000000.{suffix}")
     chunk.write_bytes(chunk.read_bytes()[:size] if size else b"\0" * chunk.stat().st_size)  # as after a power cut
     assert contents(prepare(data, DEFAULT)) == complete
+
+
+def test_an_error_about_the_documents_leaves_no_file(data, tmp_path):
+    (tmp_path / "corpus" / "bad.txt").write_bytes(b"\xff")
+    key, _ = refused(data)
+    assert key == "data.max_bad_documents_percent"
+    assert [path.name for path in Path(data.store_folder).iterdir() if not path.name.startswith("digests-")] == []
+
+
+def test_what_a_killed_preparation_leaves_is_removed_by_the_next_one(data):
+    folder = prepare(data, DEFAULT)
+    chunks, lock = folder.with_name(f"{folder.name}.tmp-chunks"), folder.with_suffix(".lock")
+    unfinished = folder.with_name(f"{folder.name}.tmp-0123abcd")
+    assert not chunks.exists() and not lock.exists()
+    for is_complete in (True, False):
+        if not is_complete:
+            shutil.rmtree(folder)
+            unfinished.mkdir()
+        chunks.mkdir()
+        lock.touch()
+        assert prepare(data, DEFAULT) == folder
+        assert not any(path.exists() for path in (chunks, lock, unfinished))
 
 
 def test_pretokenized_documents_are_stored_unchanged(data, tmp_path):

@@ -42,10 +42,22 @@ def test_a_first_row_without_a_known_name_is_suspected_to_be_data(tmp_path):
         raise InvalidDocument("no conversation")
 
     hint = "; the first row must name the columns, with , ; or a tab between them"
-    for first_row, expected in (("What is it?,It is.", hint), ("question,answer", "")):
+    for first_row, expected in (("Paris,France", hint), ("question,answer", "")):
         file = write(tmp_path / "x.csv", f"{first_row}\na,b\nc,d\n")
         found = open_dataset("chat", file).read(Span(file, 0, 2**40), reject)
         assert [bad.reason for bad in found] == [f"no conversation{expected}", "no conversation"]
+
+
+@pytest.mark.parametrize(
+    ("dataset", "header"), [("chat", "question,answer"), ("preference", "prompt,chosen,rejected"), ("csv", "text")]
+)
+def test_of_a_table_without_a_header_the_only_advice_is_to_add_one(tmp_path, dataset, header):
+    file = write(tmp_path / "x.csv", "What is it?,It is.\nWho?,He.\n")
+    assert error_of(dataset, file) == (
+        "data.path",
+        f"{file}: its first row (What is it?, It is.) does not name the columns; add a first row with their names, such as "
+        f"{header}",
+    )
 
 
 def test_rows_that_cannot_be_used_are_bad_documents_with_their_line(tmp_path):
@@ -55,7 +67,7 @@ def test_rows_that_cannot_be_used_are_bad_documents_with_their_line(tmp_path):
     )
     found = read("csv", file, max_document_bytes=40)
     assert messages(found) == [
-        f"{file}:4: the row has 1 values, but the first row names 2 columns",
+        f"{file}:4: the row has 1 value, but the first row names 2 columns",
         f"{file}:5: the row has 3 values, but the first row names 2 columns",
         f"{file}:6: the row is not UTF-8 text",
         f"{file}:7: the document is empty",

@@ -305,5 +305,5 @@ def test_a_folder_with_several_formats_gives_the_files_of_the_first_and_counts_t
     (tmp_path / "a.jsonl").write_text('{"question": "a"}')
     (tmp_path / "b.csv").write_text("question\nb\n")
     assert read("chat", tmp_path) == [{"question": "a"}]
-    assert f"{tmp_path}: ignored 1 files with other endings: 1 .csv" in capsys.readouterr().out
+    assert f"{tmp_path}: ignored 1 file with other endings: 1 .csv" in capsys.readouterr().out
     assert read("chat", f"{tmp_path}/*") == [{"question": "a"}, {"question": "b"}], "a pattern selects all files"

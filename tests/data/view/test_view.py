@@ -127,6 +127,17 @@ def test_a_console_without_colour_gets_brackets_that_data_cannot_imitate(chats, 
     assert text.count("⟦") == text.count("⟧") == 9
 
 
+def test_the_first_documents_of_a_sample_are_shown_with_the_number_of_the_others(chats, tokenizer):
+    view = next(view for view in views(chats, tokenizer) if len(view.documents) > 1)
+    number = len(view.documents)
+    for most in range(1, number):
+        lines = list(sample_lines(view, colour=False, most=most))
+        assert lines[0] == view.title() and f"{number} documents" in lines[0]
+        assert sum(line.startswith("-- document ") for line in lines) == most
+        assert lines[-1] == f"-- {number - most} more document{'s' * (number - most > 1)}"
+    assert list(sample_lines(view, colour=False, most=number)) == list(sample_lines(view, colour=False))
+
+
 def test_a_terminal_gets_colours_and_no_escape_sequence_of_the_data(chats, tokenizer):
     text = "\n".join(line for view in views(chats, tokenizer) for line in sample_lines(view, colour=True))
     assert "\x1b[32m<script>alert(1)</script> \\x1b[31m" in text

@@ -57,7 +57,8 @@ class TokenizerConfig:
     extra_special_tokens: Annotated[tuple[str, ...], FIXED] = ()
     """Special tokens to add after the end of the vocabulary. The model's vocab_size must be large enough for them."""
     path: Annotated[str, PER_NODE, Constraint(only_with="[tokenizer] backend != default")] = ""
-    """Path of the tokenizer's file. With backend = "huggingface", it may also be the folder that contains tokenizer.json."""
+    """Path of the tokenizer's file, or of the folder of a model or a run that contains it. Without `backend`, the type follows
+    from the file."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -366,6 +366,8 @@ class ChatFormat:
             ways = ["set data.chat_template to the tokenizer's folder, which has a template"] * (own != self.template)
         elif usable := usable_templates(self._special):
             ways = [f"set data.chat_template to one whose special tokens it has ({', '.join(usable)})"]
+        elif self.tokenizer.bos is not None:
+            ways = ['set data.chat_template = "llama2", whose only special tokens are BOS and EOS']
         reserved = reserved_names(self._special)[: len(names)]
         if len(reserved) == len(names):
             pairs = ", ".join(f'"{name}" = "{token}"' for name, token in zip(names, reserved, strict=True))

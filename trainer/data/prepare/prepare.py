@@ -35,6 +35,7 @@ from trainer.data.store.store import (
 from trainer.data.tokenizer.protocol import Tokenizer
 from trainer.system import console
 from trainer.system.files import HashingFile, atomic_folder, file_lock
+from trainer.system.spelling import counted
 
 
 def prepare(
@@ -66,7 +67,11 @@ def prepare(
             if not folder.exists():
                 with file_lock(folder.with_suffix(".lock")):
                     if not folder.exists():
-                        _build(source, data, tokenizer_config, tokenizer, folder, key)
+                        with _removing_chunks_of_refused_data(folder):
+                            _build(source, data, tokenizer_config, tokenizer, folder, key)
+            elif _chunk_folder(folder).exists():  # a preparation was killed when the store was already complete
+                with contextlib.suppress(OSError), file_lock(folder.with_suffix(".lock")):
+                    shutil.rmtree(_chunk_folder(folder), ignore_errors=True)
             if not_cached:
                 message = (
                     f"{stores} cannot be written ({not_cached}), so that each start reads all files of the dataset"
@@ -84,7 +89,9 @@ def locate(data: DataConfig, tokenizer: Tokenizer, file_shard: tuple[int, int] =
     source = open_source(data, tokenizer)
     files = source.files[file_shard[0] :: file_shard[1]]
     if not files:
-        message = f"this dataset has {len(source.files)} files, too few for {file_shard[1]} shards"
+        message = (
+            f"this dataset has {counted(len(source.files), 'file')}, too few for {counted(file_shard[1], 'shard')}"
+        )
         raise ConfigError("data.path", message)
     source = replace(source, files=files)
     return source, *_key(source, data, tokenizer, _chat_format(data, tokenizer), Path(data.store_folder))
@@ -107,6 +114,24 @@ def writing(stores: Path) -> Iterator[None]:
         raise ConfigError(
             "data.store_folder", f"this folder cannot be written ({error.strerror}: {error.filename})"
         ) from None
+
+
+def _chunk_folder(folder: Path) -> Path:
+    """Return the folder for the chunks of a store that is being built."""
+    return folder.with_name(f"{folder.name}.tmp-chunks")
+
+
+@contextlib.contextmanager
+def _removing_chunks_of_refused_data(folder: Path) -> Iterator[None]:
+    """Context manager that removes the chunks of a store if its documents are refused: after a correction of the data they would
+    not be used. Otherwise, such as after an interrupt, on a full disk or if a worker was killed, the next start continues with
+    them."""
+    try:
+        yield
+    except ConfigError as error:
+        if error.key != "data.prepare_workers":
+            shutil.rmtree(_chunk_folder(folder), ignore_errors=True)
+        raise
 
 
 def _chat_format(data: DataConfig, tokenizer: Tokenizer) -> ChatFormat | None:
@@ -148,14 +173,13 @@ def _build(
     key: str,
 ) -> None:
     """Build a store. key: the result of `_key`."""
-    chunk_folder = folder.with_name(f"{folder.name}.tmp-chunks")
+    chunk_folder = _chunk_folder(folder)
     chunk_folder.mkdir(exist_ok=True)
     total = sum(os.path.getsize(path) for path in source.files)
-    console.info(f"preparing {data.dataset}: {len(source.files)} files, {total / 1e6:.1f} MB -> {folder}")
+    console.info(f"preparing {data.dataset}: {counted(len(source.files), 'file')}, {total / 1e6:.1f} MB -> {folder}")
     job = tokenize.TokenizeJob(source, data, tokenizer_config, chunk_folder)
     chunks = tokenize.tokenize_chunks(job, tokenizer, total)
     if _key(source, data, tokenizer, _chat_format(data, tokenizer), folder.parent)[0] != key:
-        shutil.rmtree(chunk_folder)  # it may contain documents of both versions
         newest = max(source.files, key=lambda path: os.stat(path).st_ctime_ns)
         message = f"the dataset has changed while it was prepared: {newest} is the file that changed last; start again"
         raise ConfigError("data.path", message)
@@ -167,7 +191,10 @@ def _build(
         damaged_files=sum(chunk.damaged_files for chunk in chunks),
     )
     if not counts.documents:
-        first = next(read_bad_documents(bad_documents), f"{len(source.files)} files ({total} bytes) without a document")
+        first = next(
+            read_bad_documents(bad_documents),
+            f"{counted(len(source.files), 'file')} ({counted(total, 'byte')}) without a document",
+        )
         raise ConfigError("data.path", f"this dataset contains no readable document; found {first}")
     check_share(data, counts, read_bad_documents(bad_documents))
     _write_store(data, tokenizer, folder, chunk_folder, chunks, counts)
@@ -215,8 +242,9 @@ def unused_fields(folder: Path, data: DataConfig) -> list[str]:
     ignored = [name for name in shown if name in data.ignored_fields]
     others = [name for name in shown if name not in data.ignored_fields]
     missing = [name for name in data.ignored_fields if name not in counts]
+    used = {name: counted(number, "document") for name, number in counts.items()}
     lines = [
-        f"{title}: {', '.join(f'{name} ({counts[name]} documents)' for name in names)}"
+        f"{title}: {', '.join(f'{name} ({used[name]})' for name in names)}"
         for title, names in (
             ("fields that were not used", others),
             ("fields that data.ignored_fields removed", ignored),
@@ -233,8 +261,12 @@ def _log_store(folder: Path, data: DataConfig) -> None:
     description = read_description(folder)
     if count := description["bad_documents"]:
         first = next(bad_documents(folder))
-        console.warning(f"skipped {count} bad documents, listed in {folder}/bad_documents.jsonl; the first: {first}")
+        console.warning(
+            f"skipped {counted(count, 'bad document')}, listed in {folder}/bad_documents.jsonl; the first: {first}"
+        )
     for line in unused_fields(folder, data):
         console.info(line)
     train = description["splits"]["train"]
-    console.info(f"prepared {train['documents']} documents, {train['tokens']} tokens for training")
+    console.info(
+        f"prepared {counted(train['documents'], 'document')}, {counted(train['tokens'], 'token')} for training"
+    )

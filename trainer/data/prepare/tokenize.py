@@ -141,8 +141,8 @@ def tokenize_chunks(job: TokenizeJob, tokenizer: Tokenizer, total: int) -> list[
         else:
             context = multiprocessing.get_context("spawn")
             pool = ProcessPoolExecutor(num_workers, context, _start_worker, (job,))
-            # The pool is not used as a context manager, which would wait for the chunks in progress after Ctrl-C.
-            stack.callback(pool.shutdown, wait=False, cancel_futures=True)
+            # Of refused documents, the chunks are removed, so no worker may still write one. After Ctrl-C nothing is waited for.
+            stack.push(lambda kind, *_: pool.shutdown(wait=kind is ConfigError, cancel_futures=True))
             results = _in_order(pool, tasks, max_pending=4 * num_workers)
         for num_bytes, chunk in results:
             chunks.append(chunk)

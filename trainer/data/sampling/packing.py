@@ -11,6 +11,7 @@ from trainer.config import ConfigError, DataConfig
 from trainer.data.store.store import SECOND_START, TokenStore
 from trainer.system import console
 from trainer.system.files import atomic_folder, read_json_object
+from trainer.system.spelling import counted
 
 VERSION = 2
 _COUNTS = ("documents", "spans", "truncated_or_dropped", "without_target", "samples", "positions")
@@ -145,7 +146,9 @@ def pack(store: TokenStore, folder: Path, seq_len: int, config: DataConfig, pair
         np.save(unfinished / "samples.npy", samples)
         (unfinished / "packing.json").write_text(json.dumps(counts))
     used = f"{100 * counts['positions'] / max(1, counts['samples'] * seq_len):.1f} % of the positions are used"
-    console.info(f"packed {counts['documents']} documents into {counts['samples']} samples in {folder}: {used}")
+    console.info(
+        f"packed {counted(counts['documents'], 'document')} into {counted(counts['samples'], 'sample')} in {folder}: {used}"
+    )
     if incomplete:
         which = "documents are truncated or dropped, because each has a single token or is"
         if pairs:

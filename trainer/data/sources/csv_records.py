@@ -14,6 +14,7 @@ from trainer.data.sources.source import BadDocument, Document, InvalidDocument, 
 from trainer.data.sources.streams import BrokenStream, ends_in, open_stream
 from trainer.data.sources.text_field import extractor, no_column_error
 from trainer.data.tokenizer.protocol import has_lone_surrogate
+from trainer.system.spelling import counted, listed
 
 T = TypeVar("T")
 
@@ -21,6 +22,15 @@ CSV_ENDINGS = with_compressed((".csv", ".tsv"))
 _DELIMITERS = ",;\t"
 _FLAGS = {"0": 0, "0.0": 0, "1": 1, "1.0": 1, "true": True, "false": False}
 """Values of the columns weight and train."""
+
+
+_LONGEST_NAME = 60
+"""Maximum number of characters of a cell that may be the name of a column."""
+
+
+def _is_value(cell: str) -> bool:
+    """Return whether a cell of the first row is a sentence or a text rather than the name of a column."""
+    return cell.rstrip().endswith((".", "?", "!")) or len(cell) > _LONGEST_NAME or "\n" in cell
 
 
 class CsvRecords:
@@ -102,13 +112,23 @@ class CsvRecords:
         twice = next((name for i, name in enumerate(names) if name in names[:i]), None)
         if twice is not None:
             raise ConfigError("data.path", f"{path}: its first row names two columns {twice!r}")
+        if names and not self._known & {*names} and any(map(_is_value, names)):
+            message = f"{path}: its first row ({listed(names)}) does not name the columns"
+            raise ConfigError("data.path", f"{message}; add a first row with their names, such as {self._header()}")
         if self._field and names and self._field not in names:
             raise no_column_error(path, self._field, names, "its first row, which must name the columns")
         return names
 
+    def _header(self) -> str:
+        """Return an example of a first row."""
+        chat = {"chat": "question,answer", "preference": "prompt,chosen,rejected"}
+        return self._field or chat[self._dataset]
+
     def _record(self, names: list[str], row: list[str]) -> dict[str, Any]:
         if len(row) != len(names):
-            raise InvalidDocument(f"the row has {len(row)} values, but the first row names {len(names)} columns")
+            raise InvalidDocument(
+                f"the row has {counted(len(row), 'value')}, but the first row names {counted(len(names), 'column')}"
+            )
         if any(has_lone_surrogate(value) for value in row if not value.isascii()):
             raise InvalidDocument("the row is not UTF-8 text")
         if sum(map(len, row)) > self._max_bytes:

@@ -14,7 +14,7 @@ from trainer.data.sources.contents import advice_for, ending_of, list_endings
 from trainer.data.sources.streams import COMPRESSED, ends_in, is_compressed
 from trainer.system import console
 from trainer.system.paths import Remarks, expand, split_pattern, unreadable, walk
-from trainer.system.spelling import similar_path
+from trainer.system.spelling import counted, similar_path
 
 MANIFEST = ".manifest"
 
@@ -131,7 +131,7 @@ def _log(path: str, search: _Search) -> None:
         console.info(f"{path}: ignored {len(hidden)} hidden files and folders, such as {hidden[0]}")
     if search.other_endings:
         count, endings = search.other_endings.total(), list_endings(search.other_endings)
-        console.info(f"{path}: ignored {count} files with other endings: {endings}")
+        console.info(f"{path}: ignored {counted(count, 'file')} with other endings: {endings}")
     if search.folders:
         console.info(
             f"{path}: ignored {len(search.folders)} folders that match the pattern, such as {search.folders[0]}"

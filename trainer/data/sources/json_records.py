@@ -16,6 +16,7 @@ from trainer.data.sources.json_array import BrokenArray, is_array, read_array
 from trainer.data.sources.source import BadDocument, Document, InvalidDocument, Span, too_long
 from trainer.data.sources.streams import BrokenStream, ends_in, is_compressed, open_stream
 from trainer.data.sources.text_field import extractor
+from trainer.system.spelling import counted
 
 T = TypeVar("T")
 
@@ -84,7 +85,7 @@ class JsonRecords:
         except InvalidDocument:
             for name, value in record.items() if isinstance(record, dict) else ():
                 if isinstance(value, list) and any(isinstance(v, dict) and self._fields & v.keys() for v in value):
-                    raise InvalidDocument(_LIST.format(name, f"a list of {len(value)} records")) from None
+                    raise InvalidDocument(_LIST.format(name, f"a list of {counted(len(value), 'record')}")) from None
             raise
 
     def _list_hint(self, path: str) -> str:

@@ -28,6 +28,7 @@ from trainer.system.files import (
     read_json_object,
 )
 from trainer.system.paths import Remarks, expand, split_pattern, unreadable
+from trainer.system.spelling import counted
 
 VERSION = 3
 SPLITS = ("train", "held_out")
@@ -290,4 +291,4 @@ def _write_concatenation(
         dataset = "preference" if descriptions[0]["dataset"] == "preference" else "prepared"
         listed = [{"folder": _location(member, folder.parent), "digest": digest} for member, digest in members]
         write_description(unfinished, dataset, tokenizer, **counts, files=files, members=listed)
-    console.info(f"concatenated {len(members)} stores into {folder}")
+    console.info(f"concatenated {counted(len(members), 'store')} into {folder}")

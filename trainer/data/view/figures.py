@@ -16,6 +16,7 @@ from trainer.data.sampling.packing import read_counts
 from trainer.data.sampling.phases import PERIOD, MixturePhase
 from trainer.data.store.held_out import open_splits
 from trainer.data.store.store import TokenStore, read_description
+from trainer.system.spelling import counted
 
 _CHUNK = 2**22
 """Number of values that are read from a store at a time."""
@@ -133,4 +134,5 @@ def refusals(data: DataConfig, sets: Mapping[str, str], stores: Mapping[str, Pat
         for reason, count in counts.most_common(_REASONS):
             yield f"refused{place}: {f'{count:,} documents like ' if count > 1 else ''}{first[reason]}"
         if others := sum(counts.values()) - sum(n for _, n in counts.most_common(_REASONS)):
-            yield f"refused{place}: {others:,} documents for other reasons, listed in {stores[name]}/bad_documents.jsonl"
+            rest = counted(others, "document", ",")
+            yield f"refused{place}: {rest} for other reasons, listed in {stores[name]}/bad_documents.jsonl"

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from html import escape
 
 from trainer.data.view.samples import DocumentView, Piece, SampleView, visible
+from trainer.system.spelling import counted
 
 _STYLE = """
 :root { color-scheme: light dark; --page: #ffffff; --text: #1b1b1b; --line: #767676; --target: #c9efd2; --special: #7a1fa2; }
@@ -74,7 +75,7 @@ def _sample(number: int, sample: SampleView) -> str:
 
 
 def _document(document: DocumentView) -> str:
-    title = f"{document.title}: {document.num_tokens} tokens, {document.num_targets} targets"
+    title = f"{document.title}: {counted(document.num_tokens, 'token')}, {counted(document.num_targets, 'target')}"
     text, was_target = [], False
     for piece in document.pieces:
         if piece.is_target != was_target:  # colours are silent

@@ -9,6 +9,7 @@ import numpy as np
 from trainer.batch import IGNORE_INDEX, Batch
 from trainer.data.sampling.samples import Samples
 from trainer.data.tokenizer.protocol import Tokenizer
+from trainer.system.spelling import counted
 
 _LINE_CHARACTERS = "\n\t\u3000"
 """Characters that `visible` keeps although Python calls them unprintable. The last is the space of East Asian scripts."""
@@ -53,8 +54,9 @@ class SampleView:
         """Return one line with the counts of the sample."""
         targets, padding = (f"{100 * n / self.positions:.1f} %" for n in (self.num_targets, self.padding))
         return (
-            f"{self.dataset}, sample {self.index}: {self.positions} positions, {self.num_targets} targets ({targets}), "
-            f"{len(self.documents)} document{'s' * (len(self.documents) > 1)}, {self.padding} of padding ({padding})"
+            f"{self.dataset}, sample {self.index}: {self.positions} positions, "
+            f"{counted(self.num_targets, 'target')} ({targets}), {counted(len(self.documents), 'document')}, "
+            f"{self.padding} of padding ({padding})"
         )
 
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from trainer.data.view.samples import Piece, SampleView, visible
+from trainer.system.spelling import counted
 
 _RESET = "\x1b[0m"
 _COLOURS = {(True, False): "\x1b[32m", (True, True): "\x1b[1;32m", (False, False): "", (False, True): "\x1b[1;35m"}
@@ -18,12 +19,21 @@ def legend(colour: bool) -> str:
     return "{}target tokens{}, {}special token{}".format(*_TARGET, *_SPECIAL)
 
 
-def sample_lines(sample: SampleView, colour: bool) -> Iterator[str]:
-    """Yield the lines of a sample. colour: whether the console shows colours; otherwise brackets mark tokens."""
+def sample_lines(sample: SampleView, colour: bool, most: int | None = None) -> Iterator[str]:
+    """Yield the lines of a sample.
+
+    Args:
+        sample: What is shown.
+        colour: Whether the console shows colours; otherwise brackets mark tokens.
+        most: Maximum number of documents. None: all of them.
+    """
     yield sample.title()
-    for document in sample.documents:
-        yield f"-- {document.title}: {document.num_tokens} tokens, {document.num_targets} targets"
+    shown = sample.documents[:most]
+    for document in shown:
+        yield f"-- {document.title}: {counted(document.num_tokens, 'token')}, {counted(document.num_targets, 'target')}"
         yield (_coloured if colour else _bracketed)(document.pieces)
+    if hidden := len(sample.documents) - len(shown):
+        yield f"-- {counted(hidden, 'more document')}"
 
 
 def _coloured(pieces: Sequence[Piece]) -> str:
