@@ -1,6 +1,7 @@
 """The model families that a configuration can select by name."""
 
 from models.gemma import GEMMA2, GEMMA3
+from models.gpt_oss import GPT_OSS
 from models.granite import GRANITE3
 from models.llama import LLAMA2, LLAMA3, LLAMA3_1, LLAMA3_2
 from models.mistral import MINISTRAL3, MISTRAL
@@ -30,4 +31,5 @@ MODELS: dict[str, ModelSpec] = {
     "mixtral": MIXTRAL,
     "olmoe": OLMOE,
     "qwen3-moe": QWEN3_MOE,
+    "gpt-oss": GPT_OSS,
 }

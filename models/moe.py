@@ -94,10 +94,11 @@ class Unbalanced(nn.Module):
 class MixtureOfExperts(nn.Module):
     """A router and its experts. The result of a token is the sum of its experts' results, times their weights."""
 
-    def __init__(self, sizes: MixtureSizes):
+    def __init__(self, sizes: MixtureSizes, router: Router | None = None, experts: Experts | None = None):
+        """router, experts: None: built from the sizes."""
         super().__init__()
-        self.router = Router(sizes)
-        self.experts = Experts(sizes.n_experts, sizes.dim, sizes.expert_dim, sizes.experts_per_token)
+        self.router = router or Router(sizes)
+        self.experts = experts or Experts(sizes.n_experts, sizes.dim, sizes.expert_dim, sizes.experts_per_token)
         self.exchange = LocalExchange()
         self.balance = Unbalanced()
         self.n_experts = sizes.n_experts

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 
 from models import MODELS
 from models.decoder import Decoder
+from models.moe import MixtureOfExperts
 from models.sizes import shortest_period
 from models.spec import ModelSpec, meta_model
 
@@ -45,8 +46,12 @@ def traits(model: Decoder) -> list[str]:
         "two positional encodings": len({kind.rope for kind in kinds} - {None}) > 1,
         "scaled scores": any(kind.scale is not None for kind in kinds),
         "soft-capped scores": any(kind.softcap is not None for kind in kinds),
+        "sinks": any(kind.sinks for kind in kinds),
         "soft-capped logits": model.output.softcap is not None,
-        "GeGLU": block.feed_forward.activation is not F.silu,
+        "GeGLU": getattr(block.feed_forward, "activation", F.silu) is not F.silu,
+        "mixtures of experts": isinstance(block.feed_forward, MixtureOfExperts),
+        "biases of experts and routers": isinstance(block.feed_forward, MixtureOfExperts)
+        and bool(getattr(block.feed_forward.experts, "BIASES", ())),
         "scaled embeddings": hasattr(model.tok_embeddings, "scale"),
         "scaled residual branches": hasattr(block, "multiplier"),
         "scaled logits": hasattr(model.output, "divisor"),

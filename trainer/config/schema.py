@@ -93,7 +93,7 @@ Fraction = Annotated[float, Constraint(min=0, max=1)]
 DeviceChoice = Literal["auto", "gpu", "cpu"]
 ModelFamily = Literal[
     "llama2", "llama3", "llama3.1", "llama3.2", "qwen2.5", "qwen3", "mistral", "ministral3", "smollm3", "olmo2", "olmo3",
-    "granite3", "gemma2", "gemma3", "phi", "mixtral", "olmoe", "qwen3-moe",
+    "granite3", "gemma2", "gemma3", "phi", "mixtral", "olmoe", "qwen3-moe", "gpt-oss",
 ]  # fmt: skip
 """The keys of MODELS in models/__init__.py, which imports torch."""
 Saveable = Literal["matmuls", "attention", "reduce_scatters", "exchanges"]

@@ -61,14 +61,16 @@ class AllGatherAttention(nn.Module):
         self.mesh = mesh
         self.recompute = recompute
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, sinks: Tensor | None = None) -> Tensor:
         """Return the result for this rank's queries, (batch, heads, seq / cp, head_dim).
 
         Args:
             q: (batch, heads, seq / cp, head_dim).
             k: (batch, kv heads, seq / cp, head_dim).
             v: (batch, kv heads, seq / cp, head_dim).
+            mask: Of the kernel.
+            sinks: (heads,), in kinds of layers with sinks.
         """
         gather = partial(all_gather_sequence, mesh=self.mesh, dim=3)
         local = torch.stack((k, v))  # (2, batch, kv heads, seq / cp, head_dim)
-        return call_with_gathered(lambda kv: self.kernel(q, *kv, mask), gather, local, recompute=self.recompute)
+        return call_with_gathered(lambda kv: self.kernel(q, *kv, mask, sinks), gather, local, recompute=self.recompute)

@@ -77,9 +77,9 @@ def apply_experts(block: nn.Module, tp: DeviceMesh, ep: DeviceMesh, sequence_par
     for module in block.modules():
         if isinstance(module, Router) and tp.size() > 1:
             # The tp ranks route different tokens, so their gradients are summed.
-            _distribute(module, tp, Replicate(), Partial())
+            distribute(module, tp, Replicate(), Partial())
         elif isinstance(module, Experts) and ep.size() > 1:
-            _distribute(module, ep, Shard(0), Shard(0))
+            distribute(module, ep, Shard(0), Shard(0))
         elif isinstance(module, MixtureOfExperts):
             if ep.size() > 1:
                 module.exchange = AllToAllExchange(ep)
@@ -87,14 +87,16 @@ def apply_experts(block: nn.Module, tp: DeviceMesh, ep: DeviceMesh, sequence_par
                 module.forward = partial(_forward_on_own_tokens, module.forward, tp)
 
 
-def _distribute(module: nn.Module, axis: DeviceMesh, placement: Placement, gradient: Placement) -> None:
-    """Distribute the parameters of a module, whose forward computes with this rank's values.
+def distribute(module: nn.Module, axis: DeviceMesh, placement: Placement, gradient: Placement) -> None:
+    """Distribute the own parameters of a module, whose forward computes with this rank's values.
 
     Args:
         axis: One axis of a mesh.
         placement: Of the parameters.
         gradient: Placement of the gradients that backward computes from this rank's values.
     """
+    if not list(module.parameters(recurse=False)):
+        return
     for name, parameter in module.named_parameters(recurse=False):
         sharded = distribute_tensor(parameter, axis, [placement], src_data_rank=None)
         module.register_parameter(name, nn.Parameter(sharded, parameter.requires_grad))

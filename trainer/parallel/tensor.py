@@ -22,6 +22,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from models.spec import Head, ParallelPlan, tensor_styles
+from trainer.parallel.experts import distribute
 from trainer.parallel.saved_tensors import call_with_gathered
 
 
@@ -63,7 +64,8 @@ class _AllHeadsNorm(ParallelStyle):
 
 @dataclass
 class _Gather(ParallelStyle):
-    """Style of a module whose parameters all belong to submodules. Its input is gathered once for all submodules."""
+    """Style of a module whose input is gathered once for all submodules. Its own parameters have one value for each head, and
+    each rank computes with those of its heads."""
 
     placement: Placement
     """Placement of the input, a local tensor."""
@@ -71,6 +73,7 @@ class _Gather(ParallelStyle):
     """Whether autograd saves only this rank's shard of the input, and backward repeats the gather."""
 
     def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        distribute(module, mesh, Shard(0), Shard(0))
         original_forward = module.forward
 
         # A function, not a partial, which would give every compiled block its own graph.
