@@ -266,7 +266,8 @@ class PeftNames:
 
     def __init__(self, spec: ModelSpec, sizes: Any):
         self.hf, self.head_dim, self.model = spec.huggingface, sizes.head_dim, meta_model(spec.model, sizes)
-        self.parameters = parameters = dict(self.model.named_parameters())
+        self.parameters = dict(self.model.named_parameters())
+        parameters = {name: p for name, p in self.parameters.items() if not self.hf.is_stack(name)}
         self.first_row = self.hf.first_rows(parameters)
         """Name of a parameter -> its first row in the stored tensor."""
         self.groups = self.hf.tensors(parameters)
@@ -290,6 +291,8 @@ class PeftNames:
 
     def unsupported(self, fully: Iterable[str]) -> str:
         """Return why peft cannot train these parameters of the model without training others, or "" if it can."""
+        if stacks := [name for name in sorted(fully, key=layer_order) if self.hf.is_stack(name)]:
+            return f"{stacks[0]} contains the matrices of all experts, for which there is no form in peft's files"
         uses = [parameter for _, parameter in self.model.named_parameters(remove_duplicate=False)]
         for stored, group in self.hf.tensors(sorted(fully, key=layer_order)).items():
             name = group[0]

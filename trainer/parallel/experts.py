@@ -100,16 +100,18 @@ def distribute(module: nn.Module, axis: DeviceMesh, placement: Placement, gradie
     for name, parameter in module.named_parameters(recurse=False):
         sharded = distribute_tensor(parameter, axis, [placement], src_data_rank=None)
         module.register_parameter(name, nn.Parameter(sharded, parameter.requires_grad))
-    module.forward = partial(_forward_with_local_parameters, module, module.forward, gradient)
+    original_forward = module.forward
 
+    # A function, not a partial, which would give every compiled block its own graph.
+    def forward(*args: Any) -> Any:
+        distributed = dict(module._parameters)
+        module._parameters.update({name: p.to_local(grad_placements=[gradient]) for name, p in distributed.items()})
+        try:
+            return original_forward(*args)
+        finally:
+            module._parameters.update(distributed)
 
-def _forward_with_local_parameters(module: nn.Module, forward: Forward, gradient: Placement, *args: Tensor) -> Any:
-    distributed = dict(module._parameters)
-    module._parameters.update({name: p.to_local(grad_placements=[gradient]) for name, p in distributed.items()})
-    try:
-        return forward(*args)
-    finally:
-        module._parameters.update(distributed)
+    module.forward = forward
 
 
 def _forward_on_own_tokens(forward: Forward, tp: DeviceMesh, x: Tensor, *args: Any) -> Tensor:
