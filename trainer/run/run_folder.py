@@ -262,6 +262,8 @@ def log_summary(
         f"({dims}), {'bitwise deterministic' if deterministic else 'deterministic up to rounding'}, "
         f"attention: {attention}"
     )
+    if resolved.fp32_moments:
+        console.warning(resolved.fp32_moments)
 
 
 def log_data(config: Config, grad_accum: int, data: Datasets, epochs: float, targets: float) -> None:
