@@ -44,6 +44,7 @@ def traits(model: Decoder) -> list[str]:
         "norm weights start at zero": norm == "OffsetRMSNorm",
         "compressed queries, keys and values": is_latent,
         "biases of q, k and v": not is_latent and attention.wq.bias is not None,
+        "biases of attention's output": attention.wo.bias is not None,
         _HEAD_NORMS.get(head_norm, ""): head_norm in _HEAD_NORMS and not is_latent,
         f"a window in {len(windowed)} of {len(model.layer_kinds)} layers": 0 < len(windowed) < len(model.layer_kinds),
         "a window in all layers": len(windowed) == len(model.layer_kinds),
