@@ -1,7 +1,7 @@
 """Components of a decoder: norms, feed-forward layers, attention, embedding and output.
 
-A module states facts about itself in class variables: TENSOR, BUFFERS and BIASES, which models/spec.py explains, and INTO_RESIDUAL,
-the names of its matrices whose products are added to the residual stream.
+A module states facts about itself in class variables: TENSOR, BUFFERS and BIASES, which models/spec.py explains, and
+INTO_RESIDUAL, the names of its matrices whose products are added to the residual stream.
 """
 
 from collections.abc import Callable
