@@ -9,6 +9,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from models.context import Context
 from models.huggingface import by_expert
 from trainer.checkpoint.export import HfExport
 from trainer.checkpoint.huggingface import HfModelFolder
@@ -102,6 +103,19 @@ def test_any_region_of_a_stack_is_read(packed, is_packed, tmp_path):
         target = torch.empty(expected[region].shape, dtype=torch.bfloat16)
         read_regions(source, folder.index, {name: (target, region)}, folder.read)
         assert torch.equal(target, expected[region])
+
+
+def test_logits_equal_those_of_transformers_which_decodes_the_same_folder(packed):
+    source, _ = packed
+    options = {"attn_implementation": "eager", "experts_implementation": "eager", "dtype": torch.bfloat16}
+    decoding = transformers.Mxfp4Config(dequantize=True)
+    other = transformers.AutoModelForCausalLM.from_pretrained(source, quantization_config=decoding, **options).float()
+    folder = HfModelFolder.open(source)
+    model, tokens = folder.spec.model(folder.sizes.for_seq_len(24)), torch.randint(31, (2, 24))
+    whole = {name: (p.detach(), tuple(map(slice, [0] * p.dim(), p.shape))) for name, p in model.named_parameters()}
+    read_regions(source, folder.index, whole, folder.read)
+    with torch.no_grad():
+        torch.testing.assert_close(model(tokens, Context.of(tokens)), other(tokens).logits, rtol=1e-4, atol=1e-4)
 
 
 def test_other_folders_are_refused_in_one_line(packed):
