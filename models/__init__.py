@@ -2,6 +2,7 @@
 
 from models.deepseek import DEEPSEEK_V3
 from models.gemma import GEMMA2, GEMMA3
+from models.gpt_oss import GPT_OSS
 from models.granite import GRANITE3
 from models.llama import LLAMA2, LLAMA3, LLAMA3_1, LLAMA3_2
 from models.mistral import MINISTRAL3, MISTRAL
@@ -32,4 +33,5 @@ MODELS: dict[str, ModelSpec] = {
     "olmoe": OLMOE,
     "qwen3-moe": QWEN3_MOE,
     "deepseek-v3": DEEPSEEK_V3,
+    "gpt-oss": GPT_OSS,
 }

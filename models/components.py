@@ -1,7 +1,7 @@
 """Components of a decoder: norms, feed-forward layers, attention, embedding and output.
 
-A module states facts about itself in class variables: TENSOR and BUFFERS, which models/spec.py explains, and INTO_RESIDUAL, the
-names of its matrices whose products are added to the residual stream.
+A module states facts about itself in class variables: TENSOR, BUFFERS and BIASES, which models/spec.py explains, and
+INTO_RESIDUAL, the names of its matrices whose products are added to the residual stream.
 """
 
 from collections.abc import Callable
@@ -101,7 +101,7 @@ class CausalAttention(nn.Module):
         super().__init__()
         self.kind = kind
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None = None) -> Tensor:
         """Return the result of attention, (batch, heads, seq, head_dim).
 
         Args:
@@ -110,32 +110,38 @@ class CausalAttention(nn.Module):
             v: (batch, kv heads, seq, head_dim).
             mask: Added to the scores, or boolean; broadcast to (batch, heads, seq, seq). None: causal attention, in which a
                 single query attends to all keys.
+            sinks: One score for each head, (heads,), in kinds of layers with sinks. Otherwise None.
         """
         is_causal = mask is None and q.shape[2] > 1
         gqa = q.shape[1] != k.shape[1]
         return F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, scale=self.kind.scale, enable_gqa=gqa)
 
 
-class CappedAttention(CausalAttention):
-    """The attention kernel with a limit for the scores. It computes all scores at once, so it takes memory in proportion to the
-    square of the sequence length."""
+class ExplicitAttention(CausalAttention):
+    """The attention kernel with a limit for the scores, or with sinks. It computes all scores at once, so it takes memory in
+    proportion to the square of the sequence length."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        scale = q.shape[-1] ** -0.5 if self.kind.scale is None else self.kind.scale
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None = None) -> Tensor:
+        scale, cap = q.shape[-1] ** -0.5 if self.kind.scale is None else self.kind.scale, self.kind.softcap
         groups = q.unflatten(1, (k.shape[1], -1))  # (batch, kv heads, heads per kv head, seq, head_dim)
-        scores = groups @ k[:, :, None].mT * (scale / self.kind.softcap)
-        scores = scores.tanh() * self.kind.softcap
+        scores = groups @ k[:, :, None].mT * (scale if cap is None else scale / cap)
+        if cap is not None:
+            scores = scores.tanh() * cap
         if mask is None and q.shape[2] > 1:
             mask = visible_keys(*scores.shape[-2:], None, scores.device)
         if mask is not None:
             mask = mask[:, :, None] if mask.dim() == 4 else mask
             scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
-        weights = scores.softmax(-1, dtype=torch.float32).type_as(v)
-        return (weights @ v[:, :, None]).flatten(1, 2)
+        if sinks is None:
+            weights = scores.softmax(-1, dtype=torch.float32)
+        else:
+            sink = sinks.view(k.shape[1], -1, 1, 1).expand(*scores.shape[:-1], 1)  # a column without a key
+            weights = torch.cat((scores, sink), -1).softmax(-1, dtype=torch.float32)[..., :-1]
+        return (weights.type_as(v) @ v[:, :, None]).flatten(1, 2)
 
 
 def attention_kernel(kind: LayerKind) -> CausalAttention:
-    return CausalAttention(kind) if kind.softcap is None else CappedAttention(kind)
+    return CausalAttention(kind) if kind.softcap is None and not kind.sinks else ExplicitAttention(kind)
 
 
 class Attention(nn.Module):
@@ -151,6 +157,7 @@ class Attention(nn.Module):
         "k_norm": "head_norm",
     }
     INTO_RESIDUAL: ClassVar = ("wo",)
+    BIASES: ClassVar = ("sinks",)
 
     def __init__(
         self,
@@ -183,6 +190,7 @@ class Attention(nn.Module):
         self.wo = nn.Linear(q_dim, sizes.dim, bias=out_bias)
         self.q_norm = q_norm or nn.Identity()
         self.k_norm = k_norm or nn.Identity()
+        self.sinks = nn.Parameter(torch.empty(sizes.n_heads)) if kind.sinks else None
         self.core = attention_kernel(kind)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
@@ -193,8 +201,7 @@ class Attention(nn.Module):
             for w in (self.wq, self.wk, self.wv)
         )
         q, k = self.encode_positions(self.q_norm(q), self.k_norm(k), context.rope)
-        q, k, v = (states.transpose(1, 2) for states in (q, k, v))  # (batch, local heads, seq, head_dim)
-        out = self.core(q, k, v, context.mask)
+        out = self.core(*(x.transpose(1, 2) for x in (q, k, v)), context.mask, self.sinks)
         return self.wo(out.transpose(1, 2).flatten(-2))
 
     def encode_positions(self, q: Tensor, k: Tensor, rope: Any) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ from models.components import Attention, CausalMask, FeedForward, Norm, OffsetRM
 from models.context import Context
 from models.moe import MixtureOfExperts
 from models.sizes import Sizes
-from models.spec import Head, LayerKind, ParallelPlan, multiply_adds
+from models.spec import Head, LayerKind, ParallelPlan, is_bias, multiply_adds
 
 
 class Decoder(nn.Module):
@@ -73,11 +73,10 @@ class Decoder(nn.Module):
         (LeCun et al. 1998, "Efficient BackProp"). The variance of the embedding table is 1 / dim, because the table may also be
         the output weight. Matrices whose products are added to the residual stream (INTO_RESIDUAL) are divided by
         sqrt(2 n_layers) (Radford et al. 2019, GPT-2). Norms start as multiplications by one, biases at zero."""
-        owner, _, leaf = name.rpartition(".")
-        module = self.get_submodule(owner)
+        module = self.get_submodule(name.rpartition(".")[0])
         if isinstance(module, nn.RMSNorm):
             rows.fill_(0.0 if isinstance(module, OffsetRMSNorm) else 1.0)
-        elif leaf == "bias":
+        elif is_bias(self, name):
             rows.zero_()
         else:
             std = rows.shape[-1] ** -0.5

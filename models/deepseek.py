@@ -127,7 +127,7 @@ def deepseek(sizes: DeepSeekSizes) -> Decoder:
     def feed_forward(index: int) -> nn.Module:
         if not sizes.all_sparse_layers[index]:
             return FeedForward(sizes.dim, sizes.hidden_dim)
-        return MixtureOfExperts(sizes, CorrectedRouter(sizes), FeedForward(sizes.dim, sizes.shared_dim))
+        return MixtureOfExperts(sizes, CorrectedRouter(sizes), shared=FeedForward(sizes.dim, sizes.shared_dim))
 
     return pre_norm_decoder(sizes, partial(LatentAttention, sizes), feed_forward)
 

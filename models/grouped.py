@@ -15,25 +15,28 @@ _ALIGNMENT = 16
 """The strides of the kernel's matrices must be multiples of this number of bytes."""
 
 
-def grouped_product(x: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
-    """Return the product of each row and the transposed matrix of its group, (rows, outputs).
+def grouped_product(x: Tensor, weights: Tensor, counts: Tensor, biases: Tensor | None = None) -> Tensor:
+    """Return the product of each row and the transposed matrix of its group, plus its bias, (rows, outputs).
 
     Args:
         x: Rows in the order of the groups, (rows, inputs).
         weights: One matrix for each group, (groups, outputs, inputs).
         counts: Number of rows in each group, (groups,), int64. Their sum is the number of rows.
+        biases: One for each group, (groups, outputs). None: zero.
     """
-    return _product(x, weights, counts, True)
+    return _product(x, weights, counts, True, biases)
 
 
 @torch.library.custom_op("meshwright::grouped_product", mutates_args=())
-def _product(x: Tensor, weights: Tensor, counts: Tensor, transposed: bool) -> Tensor:
-    """Return the product of each row and the matrix of its group, or the transposed matrix."""
+def _product(x: Tensor, weights: Tensor, counts: Tensor, transposed: bool, biases: Tensor | None) -> Tensor:
+    """Return the product of each row and the matrix of its group, or the transposed matrix, plus its bias."""
     matrices = weights.mT if transposed else weights  # (groups, inputs of this product, outputs)
     if _are_aligned(x, weights) and len(x):  # the kernel also refuses products without rows
-        return F.grouped_mm(x, matrices, offs=counts.cumsum(0, dtype=torch.int32))
-    groups = x.split(counts.tolist())
-    return torch.cat([rows @ matrix for rows, matrix in zip(groups, matrices, strict=True)])
+        product = F.grouped_mm(x, matrices, offs=counts.cumsum(0, dtype=torch.int32))
+    else:
+        groups = x.split(counts.tolist())
+        product = torch.cat([rows @ matrix for rows, matrix in zip(groups, matrices, strict=True)])
+    return product if biases is None else product.add_(biases.repeat_interleave(counts, 0, output_size=x.shape[0]))
 
 
 GROUPED_PRODUCT = torch.ops.meshwright.grouped_product.default
@@ -41,7 +44,7 @@ GROUPED_PRODUCT = torch.ops.meshwright.grouped_product.default
 
 
 @_product.register_fake
-def _(x: Tensor, weights: Tensor, counts: Tensor, transposed: bool) -> Tensor:
+def _(x: Tensor, weights: Tensor, counts: Tensor, transposed: bool, biases: Tensor | None) -> Tensor:
     return x.new_empty(x.shape[0], weights.shape[1 if transposed else 2])
 
 
@@ -63,19 +66,24 @@ def _are_aligned(*tensors: Tensor) -> bool:
     return all(t.shape[-1] * t.itemsize % _ALIGNMENT == 0 for t in tensors)
 
 
-def _save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, bool], output: Tensor) -> None:
-    x, weights, counts, ctx.transposed = inputs
+def _save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, bool, Tensor | None], output: Tensor) -> None:
+    x, weights, counts, ctx.transposed, _ = inputs
     needs_x, needs_weights, *_ = ctx.needs_input_grad
     ctx.save_for_backward(x if needs_weights else None, weights if needs_x else None, counts)
 
 
-def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, Tensor | None]:
     x, weights, counts = ctx.saved_tensors
     gradient = gradient.contiguous()  # the kernel refuses expanded tensors
-    for_x = None if weights is None else _product(gradient, weights, counts, not ctx.transposed)
+    for_x = None if weights is None else _product(gradient, weights, counts, not ctx.transposed, None)
     factors = (gradient, x) if ctx.transposed else (x, gradient)
     for_weights = None if x is None else _outer_product(*factors, counts)
-    return for_x, for_weights, None, None
+    for_biases = None
+    if ctx.needs_input_grad[4]:
+        # As a product with ones: it sums in fp32 and in a fixed order, without atomic additions.
+        ones = gradient.new_ones(gradient.shape[0], _ALIGNMENT // gradient.itemsize)
+        for_biases = _outer_product(gradient, ones, counts)[..., 0]
+    return for_x, for_weights, None, None, for_biases
 
 
 _product.register_autograd(_backward, setup_context=_save)

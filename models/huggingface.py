@@ -86,6 +86,25 @@ LAYER_TYPES = {"full": "full_attention", "sliding": "sliding_attention"}
 
 
 @dataclass(frozen=True, kw_only=True)
+class StoredStack:
+    """The place of stacked parameters, matrices or vectors, in a stored tensor that is stacked too."""
+
+    name: str
+    """Name of the stored tensor inside a block, without a suffix. It may contain several parameters."""
+    transposed: bool = False
+    """Whether the stored matrices have one column, instead of one row, for each row of the parameter's."""
+    first: int = 0
+    """Index of the parameter's first row in a stored matrix that is not transposed."""
+    step: int = 1
+    """Distance of the parameter's rows there, which is also the number of parameters in the stored tensor."""
+
+    def rows(self, matrix: Tensor) -> Tensor:
+        """Return a view of the parameter's rows in a stored matrix or vector of one expert, or in a part of it that begins with
+        a multiple of `step` rows."""
+        return (matrix.mT if self.transposed else matrix)[self.first :: self.step]
+
+
+@dataclass(frozen=True, kw_only=True)
 class HuggingFace:
     """The mapping between a model and Hugging Face's format of its family."""
 
@@ -108,6 +127,10 @@ class HuggingFace:
     ignored: Callable[[Config, Any], Collection[str]] = lambda config, sizes: ()
     """Function (config.json, sizes) -> modules in Hugging Face's format that are not part of the model, but whose tensors may be
     in its files."""
+    stacks: Mapping[str, StoredStack] = field(default_factory=dict)
+    """Name of a stacked parameter -> its place, if the stored tensor is stacked too. Names inside a block are relative to it."""
+    quantizations: Collection[str] = ()
+    """Values of quant_method in quantization_config whose weights can be read."""
     omitted: Collection[str] = ()
     """Sizes that are no keys of this family's config.json. `read` returns them by their own names if they are not constant."""
     size_keys: Config = field(default_factory=dict)
@@ -120,9 +143,14 @@ class HuggingFace:
     """Class with which transformers 5 loads all tokenizers of this type of model, or "" for the one that the files name."""
 
     def is_stack(self, parameter: str) -> bool:
-        """Return whether a parameter is a stack of matrices that are stored one by one."""
+        """Return whether a parameter is a stack, whose matrices or vectors are read and written one by one."""
         _, module, leaf = _split(parameter)
-        return "{}" in self.names.get(f"{module}.{leaf}", "")
+        return "{}" in self.names.get(f"{module}.{leaf}", "") or self.stack_of(parameter) is not None
+
+    def stack_of(self, matrix: str) -> StoredStack | None:
+        """Return the place of a matrix, or of its parameter, in a stored stack. None: it is not in a stored stack."""
+        _, module, leaf = _split(matrix.partition("@")[0])
+        return self.stacks.get(f"{module}.{leaf}")
 
     def matrices(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the parameters by name, with the matrices of a stack as `name@expert`."""
@@ -137,6 +165,8 @@ class HuggingFace:
         """Return the name of the stored tensor that contains a matrix: a parameter, or `name@expert` of a stack."""
         parameter, _, expert = matrix.partition("@")
         prefix, module, leaf = _split(parameter)
+        if (stack := self.stack_of(parameter)) is not None:
+            return f"model.{prefix}{stack.name}"
         if expert:
             stored = f"{self.names[f'{module}.{leaf}'].format(expert)}.weight"
         else:
@@ -149,11 +179,20 @@ class HuggingFace:
         stored: dict[str, list[str]] = {}
         for matrix in matrices:
             stored.setdefault(self.name(matrix), []).append(matrix)
-        # A stored tensor with several matrices has no stack.
+        joined = {name for name, group in stored.items() if len(group) > 1 and self.stack_of(group[0]) is None}
         return {
-            name: sorted(group, key=lambda m: order[_split(m)[1]]) if len(group) > 1 else group
+            name: sorted(group, key=lambda m: order[_split(m)[1]]) if name in joined else group
             for name, group in stored.items()
         }
+
+    def stack_matrix(self, matrices: Mapping[str, Tensor]) -> Tensor:
+        """Return the matrix of one expert in a stored stack. matrices: by name, all that this matrix contains."""
+        first = next(iter(matrices.values()))
+        stored = first.new_empty(sum(map(len, matrices.values())), *first.shape[1:])
+        for name, rows in matrices.items():
+            stack = self.stack_of(name)
+            stored[stack.first :: stack.step] = rows
+        return stored.mT if stack.transposed else stored
 
     def first_rows(self, matrices: Mapping[str, Tensor]) -> dict[str, int]:
         """Return name of a matrix -> its first row in the stored tensor."""
@@ -180,6 +219,8 @@ class HuggingFace:
         matrices = self.matrices(parameters)
         return {
             stored: torch.cat([self.reorder(name, matrices[name], head_dim) for name in names])
+            if self.stack_of(names[0]) is None
+            else torch.stack([self.stack_matrix({n: matrices[n] for n in group}) for group in by_expert(names)])
             for stored, names in self.tensors(matrices).items()
         }
 
@@ -189,6 +230,10 @@ class HuggingFace:
         """Inverse of `join`. parameters: tensors of the native shapes."""
         matrices, rows = self.matrices(parameters), {}
         for stored, names in self.tensors(matrices).items():
+            if self.stack_of(names[0]) is not None:
+                for name in names:
+                    rows[name] = self.stack_of(name).rows(tensors[stored][int(name.partition("@")[2])])
+                continue
             parts = tensors[stored].split([len(matrices[name]) for name in names])
             for name, part in zip(names, parts, strict=True):
                 rows[name] = self.restore(name, part, head_dim)
@@ -268,6 +313,14 @@ def _split(parameter: str) -> tuple[str, str, str]:
         return "", module, leaf
     _, index, inner = module.split(".", 2)
     return f"layers.{index}.", inner, leaf
+
+
+def by_expert(matrices: Iterable[str]) -> list[list[str]]:
+    """Return the names of matrices, `name@expert`, by expert in order."""
+    groups: dict[int, list[str]] = {}
+    for matrix in matrices:
+        groups.setdefault(int(matrix.partition("@")[2]), []).append(matrix)
+    return [groups[expert] for expert in sorted(groups)]
 
 
 def text_config(config: Config) -> Config:

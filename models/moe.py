@@ -56,8 +56,12 @@ class Router(nn.Module):
         return F.linear(x.float(), self.weight.float())
 
     def choose(self, scores: Tensor) -> Tensor:
-        """Return the indices of the best experts, by falling scores, (batch, seq, experts per token), int64. Of equal scores, that
-        of the lower index comes first. scores: (batch, seq, experts)."""
+        """Return the indices of the best experts, by falling scores, (batch, seq, experts per token), int64. Of equal scores, the
+        one of the lower index comes first.
+
+        Args:
+            scores: (batch, seq, experts).
+        """
         return scores.argsort(dim=-1, descending=True, stable=True)[..., : self.experts_per_token]
 
 
@@ -146,17 +150,24 @@ class MixtureOfExperts(nn.Module):
     """A router and its experts. The result of a token is the sum of its experts' results, times their weights. Shared experts are
     a feed-forward layer whose result is added."""
 
-    def __init__(self, sizes: MixtureSizes, router: Router | None = None, shared: FeedForward | None = None):
-        """Build the experts.
+    def __init__(
+        self,
+        sizes: MixtureSizes,
+        router: Router | None = None,
+        experts: Experts | None = None,
+        shared: FeedForward | None = None,
+    ):
+        """Build the layer.
 
         Args:
             sizes: Of the model.
             router: None: built from the sizes.
+            experts: None: built from the sizes.
             shared: Feed-forward layer of the shared experts. None: no shared experts.
         """
         super().__init__()
         self.router = router or Router(sizes)
-        self.experts = Experts(sizes.n_experts, sizes.dim, sizes.expert_dim, sizes.experts_per_token)
+        self.experts = experts or Experts(sizes.n_experts, sizes.dim, sizes.expert_dim, sizes.experts_per_token)
         self.exchange = LocalExchange()
         self.balance = Unbalanced()
         self.shared = shared

@@ -81,6 +81,18 @@ def saved_weights(model: nn.Module) -> dict[str, Tensor]:
     return dict(model.named_parameters()) | saved_buffers(model)
 
 
+def is_bias(model: nn.Module, name: str) -> bool:
+    """Return whether a parameter is a bias, which starts at zero and has no weight decay: `bias`, and the parameters that the
+    module which has it names in BIASES. The number of dims does not tell: the biases of experts are stacked.
+
+    Args:
+        model: Contains the parameter. It may be parallelized.
+        name: Of the parameter.
+    """
+    owner, _, leaf = name.rpartition(".")
+    return leaf == "bias" or leaf in getattr(model.get_submodule(owner), "BIASES", ())
+
+
 class SizeError(ValueError):
     """Invalid dimensions of a model."""
 
@@ -101,6 +113,9 @@ class LayerKind:
     """Factor of the scores. None: 1 / sqrt(head_dim)."""
     softcap: float | None = None
     """Limit of the scores: softcap * tanh(score / softcap) replaces a score (Gemma Team 2024, arXiv:2408.00118)."""
+    sinks: bool = False
+    """Whether the softmax of each head has one more score, a parameter without a key and a value (OpenAI 2025,
+    arXiv:2508.10925). The kernels receive these scores."""
     rope: Callable[[Tensor], Any] | None = None
     """Function (positions) -> positional encoding, Context.rope of the blocks. None: the layers have no positional encoding."""
 
@@ -136,8 +151,8 @@ class ParallelPlan:
     has_experts: bool
     """Whether blocks contain mixtures of experts."""
     attention: str
-    """Name of the replaceable attention kernel inside a block. The kernel has no parameters. Its forward is (q, k, v, mask) ->
-    output, where k and v cover the full sequence."""
+    """Name of the replaceable attention kernel inside a block. The kernel has no parameters. Its forward is (q, k, v, mask,
+    sinks) -> output, where k and v cover the full sequence. sinks: one score for each head, or None (LayerKind.sinks)."""
     masks: str
     """Name of the container of the replaceable modules that compute masks, one for each kind of layer. They have no parameters.
     Their forward is (context) -> mask. A module must be replaced too if a new kernel needs another type of mask."""

@@ -99,7 +99,7 @@ def build_trainer(
     datasets = prepare_and_open(config, text.tokenizer)
     epochs, config = config.training.epochs, with_steps(config, datasets, saved)
     require_profiled_step(config.profiling, config.training.steps)
-    check_disk(config, resolved.num_trained, 0 if saved is None else saved.step)
+    check_disk(config, resolved, 0 if saved is None else saved.step)
     if saved is not None:
         require_unchanged_mixture(config, datasets, saved)
     eval_sets = build_eval_sets(datasets.evaluation, config.evaluation, text.tokenizer.text_bytes)

@@ -26,7 +26,7 @@ from trainer.planning.estimate import Hardware, RunEstimate, estimate, this_mach
 from trainer.planning.limits import GPU_RESERVE_BYTES
 from trainer.planning.report import format_bytes, margin_text
 from trainer.resilience.early_stopping import EarlyStopping
-from trainer.run.preflight import check_disk, disk_free, remaining_checkpoints, state_bytes
+from trainer.run.preflight import check_disk, checkpoint_bytes, disk_free, remaining_checkpoints
 from trainer.run.resolve import ResolvedRun, require_profiled_step
 from trainer.run.run_folder import adapter_notes, how_it_ended, many_epochs, require_usable, resume_point
 from trainer.run.sinks.services import require_access
@@ -72,6 +72,8 @@ def report(config: Config, resolved: ResolvedRun, ranks_per_node: int, device: t
     _line("model", f"{resolved.model_name}, {resolved.num_parameters:,} parameters, {resolved.num_trained:,} trained")
     for note in adapter_notes(config, resolved):
         _line("adapters", note)
+    if resolved.fp32_moments:
+        _line("moments", resolved.fp32_moments)
     _line("ranks", f"{dims.world_size} x {devices.name(device)} ({dims})")
     require_usable(config.run.folder)
     point = resume_point(config.run.folder, config.checkpoint.load_step, resolved.fingerprint)
@@ -220,9 +222,9 @@ def _checkpoints(config: Config, resolved: ResolvedRun, done: int, steps: int | 
     if steps is None:
         number = "an unknown number"
     else:
-        check_disk(config, resolved.num_trained, done)
+        check_disk(config, resolved, done)
         number = str(remaining_checkpoints(checkpoint, done, steps))
-    size = format_bytes(resolved.num_trained * state_bytes(config))
+    size = format_bytes(checkpoint_bytes(config, resolved))
     when = (
         f"after {every(checkpoint.interval_steps, 'step')} and the last"
         if checkpoint.interval_steps

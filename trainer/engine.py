@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from models.spec import saved_weights
+from models.spec import is_bias, saved_weights
 from trainer.adapters.apply import apply_lora
 from trainer.batch import Batch
 from trainer.config import Config
@@ -132,7 +132,9 @@ class Engine:
                 apply_balance(part, config.experts, training.global_batch_size, meshes)
             self.load = Load(model_parts.values(), resolved.sizes, config.experts, device)
         # After the accumulator: the optimizer's hooks of gradients must run after its own.
-        self.optimizer = build_optimizer(self.parameters, config.optimizer, resolved.dims.ranks_per_stage)
+        names = [(part, name) for part in model_parts.values() for name, _ in part.named_parameters()]
+        biases = {name for part, name in names if is_bias(part, name)}
+        self.optimizer = build_optimizer(self.parameters, config.optimizer, resolved.dims.ranks_per_stage, biases)
         self.guard = StabilityGuard(config.resilience, self.optimizer.device)
         self.phases = PhaseTimer(device)
         self.batch_group = meshes.data["batch"].get_group()

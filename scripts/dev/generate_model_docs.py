@@ -44,6 +44,7 @@ def traits(model: Decoder) -> list[str]:
         "norm weights start at zero": norm == "OffsetRMSNorm",
         "compressed queries, keys and values": is_latent,
         "biases of q, k and v": not is_latent and attention.wq.bias is not None,
+        "biases of attention's output": attention.wo.bias is not None,
         _HEAD_NORMS.get(head_norm, ""): head_norm in _HEAD_NORMS and not is_latent,
         f"a window in {len(windowed)} of {len(model.layer_kinds)} layers": 0 < len(windowed) < len(model.layer_kinds),
         "a window in all layers": len(windowed) == len(model.layer_kinds),
@@ -51,11 +52,13 @@ def traits(model: Decoder) -> list[str]:
         "two positional encodings": len({kind.rope for kind in kinds} - {None}) > 1,
         "scaled scores": any(kind.scale is not None for kind in kinds) and not is_latent,
         "soft-capped scores": any(kind.softcap is not None for kind in kinds),
+        "sinks": any(kind.sinks for kind in kinds),
         "soft-capped logits": model.output.softcap is not None,
         "GeGLU": any(isinstance(m, FeedForward) and m.activation is not F.silu for m in model.modules()),
         _experts(model): bool(mixtures),
         "shared experts": any(m.shared is not None for m in mixtures),
         "a correction of the routers' scores": any(isinstance(m.router, CorrectedRouter) for m in mixtures),
+        "biases of experts and routers": any(getattr(m.experts, "BIASES", ()) for m in mixtures),
         "scaled embeddings": hasattr(model.tok_embeddings, "scale"),
         "scaled residual branches": hasattr(block, "multiplier"),
         "scaled logits": hasattr(model.output, "divisor"),
@@ -75,7 +78,7 @@ def row(family: str, spec: ModelSpec) -> str:
     published = [name for name in spec.sizes if name != "debug"]
     for name in published:
         sizes = spec.sizes[name]
-        if not hasattr(sizes, "sparse_layers"):  # its first layers may be dense
+        if all(getattr(sizes, "all_sparse_layers", ())):  # otherwise its first layers may be dense
             sizes = replace(sizes, n_layers=len(shortest_period(sizes.layer_kinds)))
         for trait in traits(meta_model(spec.model, sizes)):
             having.setdefault(trait, []).append(name)

@@ -13,6 +13,7 @@ from models.huggingface import text_config
 from tests.models.families import CASES, SEQ, config_of, hf_model_of, inputs
 from trainer.checkpoint.export import HfExport
 from trainer.checkpoint.huggingface import HfModelFolder
+from trainer.checkpoint.peft import PeftNames
 from trainer.checkpoint.weights import WeightSource
 from trainer.checkpoint.write_model import import_folder
 from trainer.config import ConfigError, ModelConfig
@@ -43,6 +44,7 @@ def test_a_folder_round_trips_and_loads_in_transformers(family, index, tmp_path)
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", **eager)
     assert type(again) is type(original)
     assert again.config.eos_token_id == [2, 3]
+    again.config._experts_implementation = "eager"  # as that of the original
     tokens = inputs()[0]
     with torch.no_grad():
         assert torch.equal(again(tokens).logits, original(tokens).logits)
@@ -225,6 +227,15 @@ def test_a_debug_size_exports_a_model_that_transformers_computes(family, tmp_pat
     other.load_state_dict(spec.huggingface.join(parameters, sizes.head_dim), strict=False)
     with torch.no_grad():
         torch.testing.assert_close(model(tokens, *rest), other(tokens).logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt-oss"])
+def test_peft_trains_the_other_parameters_of_a_model_with_experts(family):
+    names = PeftNames(MODELS[family], MODELS[family].sizes["debug"])
+    assert names.unsupported(["layers.0.attention.wq.weight", "layers.0.feed_forward.router.weight"]) == ""
+    stack = "layers.0.feed_forward.experts.w1"
+    problem = "contains the matrices of all experts, and peft's format has only adapters of linear modules"
+    assert names.unsupported([stack]) == f"{stack} {problem}"
 
 
 def test_the_outer_setting_decides_whether_weights_are_tied():

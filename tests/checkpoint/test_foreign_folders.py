@@ -136,6 +136,10 @@ WEIGHTS = {
         quantized(quant_method="fp8", weight_block_size=[128, 128]),
         "contains weights that are quantized with FP8; use the original model, in bf16 or another float dtype",
     ),
+    "MXFP4 in a family that has no such folders": (
+        quantized(quant_method="mxfp4"),
+        "contains weights that are quantized with MXFP4; use the original model, in bf16 or another float dtype",
+    ),
     "compressed-tensors": (
         quantized(quant_method="compressed-tensors"),
         "contains weights that are quantized with compressed-tensors; use the original model, in bf16 or another float dtype",

@@ -141,6 +141,13 @@ FAMILY_ROWS = [
     "cp=2 tp=2 ep=2 model.name=qwen3-moe experts.balance_loss=0.1 experts.z_loss=0.01",
     "dp_shard=2 ep=2 activation_checkpoint.mode=selective model.name=olmoe experts.z_loss=0.01",
     "tp=2 activation_checkpoint.mode=full model.name=mixtral data.document_mask=true experts.balance_loss=0.1",
+    # sinks, and experts with biases
+    "dp_shard=2 ep=2 model.name=gpt-oss model.overrides.window=10 experts.balance_loss=0.1 experts.z_loss=0.01",
+    "tp=2 ep=2 model.name=gpt-oss model.overrides.window=10 experts.balance_loss=0.1",
+    "tp=2 sequence_parallel=false activation_checkpoint.mode=full model.name=gpt-oss model.overrides.window=10",
+    "cp=2 model.name=gpt-oss model.overrides.window=10 data.document_mask=true activation_checkpoint.mode=selective",
+    "pp=2 model.name=gpt-oss model.overrides.window=10",
+    "dp_shard=4 model.name=gpt-oss model.overrides.n_experts=2 model.overrides.window=10 fsdp_prefetch=1",
 ]
 
 

@@ -125,6 +125,21 @@ CONFIGS: dict[str, list[dict]] = {
         | {"q_lora_rank": None, "n_routed_experts": 4, "n_group": 2, "topk_group": 2, "num_experts_per_tok": 3}
         | {"moe_intermediate_size": 24, "first_k_dense_replace": 3, "rope_parameters": _YARN},
     ],
+    "gpt-oss": [
+        {
+            **{"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 12, "sliding_window": 7},
+            **{"rope_parameters": _YARN | {"truncate": False}},
+        },
+        {
+            **{"num_local_experts": 6, "num_experts_per_tok": 3, "head_dim": 10, "intermediate_size": 40},
+            **{"layer_types": _TYPES[:1] * 4, "sliding_window": 4096, "rope_parameters": _ROPE, "attention_bias": False},
+            **{"swiglu_limit": 0.6, "swiglu_alpha": 1.1} | _TIED | _MHA,
+        },
+        {
+            **{"num_local_experts": 4, "num_experts_per_tok": 4, "head_dim": 8, "intermediate_size": 80, "sliding_window": 5},
+            **{"layer_types": [*_TYPES, *_TYPES[::-1]], "rope_parameters": _YARN},
+        },
+    ],
     "phi": [
         {"sliding_window": 9},
         {"num_attention_heads": 2, "rope_parameters": _LONG, "original_max_position_embeddings": 16} | _TIED,

@@ -53,6 +53,7 @@ PUBLISHED = {
     # without the correction of the routers, which is a buffer: 1,664 and 14,848 values
     "deepseek-v3": {"16b-a3b": 15_960_108_544, "671b": 671_026_404_352},
     "qwen3-moe": {"30b-a3b": 30_532_122_624, "235b-a22b": 235_093_634_560},
+    "gpt-oss": {"20b": 20_914_757_184, "120b": 116_829_156_672},
     "phi": {"3-mini-4k": 3_821_079_552, "3-medium-4k": 13_960_238_080, "4-14b": 14_659_507_200},
 }
 
@@ -126,6 +127,20 @@ OLD = {
         )
         for name in ("su", "yarn")
     },
+    "gpt-oss with defaults": ("gpt-oss", {"num_hidden_layers": 24, "num_local_experts": 32}, {}, "20b"),
+    "gpt-oss as published": (
+        "gpt-oss",
+        {
+            **{"num_hidden_layers": 36, "initial_context_length": 4096, "experts_per_token": 4, "swiglu_limit": 7.0},
+            "rope_scaling": {
+                **{"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096},
+                **{"rope_type": "yarn", "truncate": False},
+            },
+            "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]},
+        },
+        {},
+        "120b",
+    ),
     "qwen2.5 without grouped heads": (
         "qwen2.5",
         {

@@ -29,6 +29,20 @@ def test_norms_and_biases_do_not_decay():
     assert (decayed["weight_decay"], plain["weight_decay"]) == (0.1, 0.0)
 
 
+def test_stacked_biases_neither_decay_nor_are_their_moments_quantized():
+    parameters = {name: nn.Parameter(torch.ones(2, 256)) for name in ("weight", "biases")}
+    config = OptimizerConfig(weight_decay=0.5, lr=0.1, state_dtype="8bit")
+    optimizer = build_optimizer(parameters, config, 1, {"biases"})
+    optimizer.start_step(0.1)
+    for parameter in parameters.values():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step(skip=torch.tensor(False))
+    assert parameters["weight"].unique().tolist() == pytest.approx([0.95])
+    assert parameters["biases"].unique().tolist() == [1.0]
+    dtypes = {name: t.dtype for name, t in optimizer.state().items() if name.endswith("exp_avg")}
+    assert dtypes == {"weight/exp_avg": torch.uint8, "biases/exp_avg": torch.float32}
+
+
 def clip_and_compare(max_norm, replicate):
     """Compare norm and clipped gradients of a sharded model with those of clip_grad_norm_ on the full one. Return the norm. The
     first moment after one update is the clipped gradient, times 1 - beta1."""

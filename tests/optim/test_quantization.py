@@ -145,6 +145,19 @@ def test_a_model_without_quantizable_matrices_is_rejected():
     assert (error.value.key, error.value.message) == ("optimizer.state_dtype", message)
 
 
+def test_matrices_to_which_8bit_moments_do_not_apply_are_named():
+    def resolved(*words):
+        return resolve(load_config([*words, *EIGHT_BITS]), 1)
+
+    assert resolved("--model.name", "llama3", "--model.size", "8b").fp32_moments == ""
+    run = resolved("--model.name", "gpt-oss", "--model.size", "20b")
+    assert run.fp32_moments == (
+        "8-bit moments do not apply to 98.6 % of the trained values, which have fp32 moments: the rows of matrices such as "
+        "tok_embeddings.weight are not divisible by 256 (row lengths: 2880)"
+    )
+    assert run.quantized_share == 24 * 2880 * 4096 / run.num_trained  # wo
+
+
 def test_8bit_moments_take_a_quarter_of_the_memory():
     args = [
         "--config",

@@ -5,14 +5,15 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from models.components import CausalAttention, CausalMask, attention_kernel
+from models.components import CausalAttention, CausalMask, attention_kernel, visible_keys
 from models.context import Context
 from models.spec import LayerKind
 from trainer.batch import Batch
-from trainer.parallel.attention import FlexAttention, Mask, create_dense_mask, kernel_name
+from trainer.parallel.attention import FlexAttention, Mask, create_dense_mask, kernel_name, with_sinks
 from trainer.parallel.context import AllGatherAttention, shard_sequence, shard_tensor
 from trainer.planning.recorder import Recorder
 
@@ -131,6 +132,8 @@ KINDS = [
     LayerKind(softcap=1.5, scale=0.7),
     LayerKind(window=9, softcap=2.0),
     LayerKind(window=64, scale=0.2),
+    LayerKind(sinks=True),
+    LayerKind(window=6, sinks=True),
 ]
 
 
@@ -143,19 +146,44 @@ def largest_difference_between_backends(kind, by_document):
     )
     draw = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, heads, 32, 8, generator=draw) for heads in (4, 2, 2))
+    sinks = torch.randn(4, generator=draw) if kind.sinks else None
     documents = torch.arange(32).div(12, rounding_mode="floor").repeat(2, 1)
     dense = Mask(kind, one, by_document, create_float_mask)(packed(documents))
-    expected = shard_tensor(attention_kernel(kind)(q, k, v, dense).transpose(1, 2), rank, size).transpose(1, 2)
+    expected = shard_tensor(attention_kernel(kind)(q, k, v, dense, sinks).transpose(1, 2), rank, size).transpose(1, 2)
     mask = Mask(kind, mesh, by_document, create_block_mask)(packed(shard_tensor(documents, rank, size)))
     local = shard_tensor(q.transpose(1, 2), rank, size).transpose(1, 2)
-    return (FlexAttention(kind, flex_attention)(local, k, v, mask) - expected).abs().max().item()
+    return (FlexAttention(kind, flex_attention)(local, k, v, mask, sinks) - expected).abs().max().item()
 
 
 @pytest.mark.parametrize("by_document", [False, True])
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("size", [1, 2])
-def test_windows_and_capped_scores_are_equal_in_all_kernels(ranks, size, kind, by_document):
+def test_windows_capped_scores_and_sinks_are_equal_in_all_kernels(ranks, size, kind, by_document):
     assert max(ranks(size).run(largest_difference_between_backends, kind, by_document)) < 5e-6
+
+
+def test_sinks_are_equal_to_a_key_without_a_value_with_their_gradients():
+    """In the CPU's kernel, and in the formula for kernels that return the logsumexp of the scores."""
+    draw = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, heads, 9, 8, generator=draw).requires_grad_() for heads in (4, 2, 2))
+    sinks, weights = torch.randn(4, generator=draw).requires_grad_(), torch.randn(2, 4, 9, 8, generator=draw)
+    inputs = (q, k, v, sinks)
+
+    def gradients(out):
+        return torch.autograd.grad(
+            (out * weights).sum(), inputs, retain_graph=True
+        )  # both results are compared with one
+
+    visible = visible_keys(9, 9, None, q.device)
+    scores = q @ k.repeat_interleave(2, 1).mT * 8**-0.5
+    masked = torch.where(visible, scores, -torch.inf)
+    table = torch.cat([masked, sinks[:, None, None].expand(2, 4, 9, 1)], -1).softmax(-1)
+    expected = table @ F.pad(v.repeat_interleave(2, 1), (0, 0, 0, 1))
+    kernel = attention_kernel(LayerKind(sinks=True))(q, k, v, None, sinks)
+    formula = with_sinks(CausalAttention(FULL)(q, k, v, None), masked.logsumexp(-1), sinks)
+    for out in (kernel, formula):
+        torch.testing.assert_close(out, expected)
+        torch.testing.assert_close(gradients(out), gradients(expected))
 
 
 def test_without_documents_a_window_is_the_models_own_mask(ranks):
@@ -170,7 +198,8 @@ def mask_difference(kind):
     context = packed(torch.zeros(2, 32, dtype=torch.int64))
     dense = Mask(kind, init_device_mesh("cpu", (1,)), False, create_float_mask)(context)
     own = CausalMask(kind.window)(context)
-    results = [attention_kernel(kind)(q, k, v, mask) for mask in (dense, own)]
+    sinks = torch.randn(4, generator=draw) if kind.sinks else None
+    results = [attention_kernel(kind)(q, k, v, mask, sinks) for mask in (dense, own)]
     return 0.0 if torch.allclose(*results, atol=1e-6) else (results[0] - results[1]).abs().max().item()
 
 
@@ -180,6 +209,8 @@ def test_the_name_of_the_attention_kernel():
     assert kernel_name(FULL, shapes, 1, False, *cpu) == "flash_attention"
     assert kernel_name(FULL, shapes, 1, True, *gpu) == "flex_attention"
     assert kernel_name(LayerKind(softcap=2.0), shapes, 1, False, *cpu) == "math"
+    assert kernel_name(LayerKind(sinks=True), shapes, 1, False, *cpu) == "math"
+    assert kernel_name(LayerKind(sinks=True), shapes, 1, False, *gpu) == "flex_attention"
     assert kernel_name(LayerKind(window=8), shapes, 1, False, *gpu) == "flex_attention"
     assert kernel_name(LayerKind(window=32), shapes, 1, False, *cpu) == "flash_attention"
     wider = (1, 4, 32, 24), (1, 4, 32, 24), (1, 4, 32, 16)

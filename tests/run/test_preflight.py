@@ -10,7 +10,7 @@ from tests.training_runs import Result, train
 from trainer.config import ConfigError
 from trainer.config.load import load_config
 from trainer.planning.estimate import Hardware, estimate
-from trainer.run.preflight import check_memory, minimum_memory, remaining_checkpoints, state_bytes
+from trainer.run.preflight import check_memory, checkpoint_bytes, minimum_memory, remaining_checkpoints
 from trainer.run.resolve import resolve
 from trainer.runtime.accelerators import ACCELERATORS, SHORT_NAMES
 
@@ -31,7 +31,7 @@ def error_or_result(argv, returns, function=train) -> str | Result:
 def size_of(argv):
     """Bytes of a checkpoint."""
     config = load_config(argv)
-    return resolve(config, 1).num_parameters * state_bytes(config)
+    return checkpoint_bytes(config, resolve(config, 1))
 
 
 def disk(tiny, checkpoints):
@@ -108,7 +108,14 @@ def test_too_little_device_memory_is_an_error(ranks, tiny):
     assert line_of(ranks, tiny, {"trainer.runtime.device.memory_free": 2**24}, function=on_a_gpu) is None
 
 
-@pytest.mark.parametrize("more", [[], ["--optimizer.state_dtype", "bf16", "--optimizer.offload", "state"]])
+@pytest.mark.parametrize(
+    "more",
+    [
+        [],
+        ["--optimizer.state_dtype", "bf16", "--optimizer.offload", "state"],
+        ["--optimizer.state_dtype", "8bit", "--model.overrides.dim", "256"],  # w2 has fp32 moments
+    ],
+)
 def test_the_size_of_a_checkpoint_equals_the_plan(tiny, more):
     result = estimate(load_config([*tiny, *more]), Hardware(1, ACCELERATORS[SHORT_NAMES["h100"]]))
     assert result.checkpoint_bytes == pytest.approx(size_of([*tiny, *more]), rel=1e-3)

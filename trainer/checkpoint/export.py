@@ -12,6 +12,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from models.huggingface import by_expert
 from models.spec import ModelSpec, meta_model, saved_buffers, saved_weights
 from trainer.checkpoint import manifest
 from trainer.checkpoint.adapter import AdapterSource, is_adapter, open_weights
@@ -111,6 +112,8 @@ class HfExport:
                 group = head_dim if hf.is_permuted(matrix) else 1
                 yield from read_in_chunks(partial(read, matrix), shape, dtype, group, progress)
 
+        if hf.stack_of(matrices[0]) is not None:
+            return self._stacked_entry(name, by_expert(matrices), progress)
         shapes = [self._shape(matrix) for matrix in matrices]
         return TensorWrite(name, dtype, (sum(shape[0] for shape in shapes), *shapes[0][1:]), pieces)
 
@@ -118,6 +121,20 @@ class HfExport:
         """Return the dtype of the exported tensor: buffers keep their own."""
         buffer = saved_buffers(meta_model(self.spec.model, self.sizes)).get(matrix)
         return self.dtype if buffer is None else buffer.dtype
+
+    def _stacked_entry(self, name: str, experts: Sequence[Sequence[str]], progress: Progress) -> TensorWrite:
+        """Return a stored stack, which is written by expert. experts: names of the matrices of each expert."""
+        hf = self.spec.huggingface
+
+        def pieces() -> Iterator[Tensor]:
+            for matrices in experts:
+                rows = {matrix: self.weights.rows(matrix, 0, self._shape(matrix)[0]) for matrix in matrices}
+                piece = hf.stack_matrix(rows).to(self.dtype)
+                yield piece
+                progress(piece.numel() * self.dtype.itemsize)
+
+        empty = {matrix: torch.empty(self._shape(matrix), device="meta") for matrix in experts[0]}
+        return TensorWrite(name, self.dtype, (len(experts), *hf.stack_matrix(empty).shape), pieces)
 
     def _shape(self, matrix: str) -> tuple[int, ...]:
         parameter, _, expert = matrix.partition("@")

@@ -12,12 +12,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from models import MODELS
-from models.huggingface import text_config, text_name
+from models.huggingface import StoredStack, text_config, text_name
 from models.sizes import text_of
 from models.spec import ModelSpec, meta_model, saved_weights
 from trainer.checkpoint import manifest
 from trainer.checkpoint.manifest import CorruptError
 from trainer.checkpoint.model_metadata import GENERATION_CONFIG, ModelMetadata, require_parameters
+from trainer.checkpoint.mxfp4 import GROUP, PackedStack, decode, packed_stacks
 from trainer.checkpoint.storage import DTYPE_OF, Chunk, TensorMetadata, read_rows
 from trainer.config import ConfigError
 from trainer.system.checkpoint_folder import is_checkpoint
@@ -167,6 +168,8 @@ class HfModelFolder:
     seq_len: int
     keys: Mapping[str, str]
     """Name of a tensor of the text model -> its name in the files."""
+    packed: Mapping[str, PackedStack]
+    """Name in the files -> tensor that is stored in the format MXFP4."""
     index: Mapping[str, TensorMetadata]
     """Name of a parameter or buffer of this project -> dtype, shape and file."""
     ignored: Collection[str] = ()
@@ -179,9 +182,15 @@ class HfModelFolder:
         require_model_folder(folder)
         with manifest.damage_as_config_error(folder):
             model = _read_config(folder / "config.json", spec)
-            if problem := quantization_problem(model.config) or weights_problem(folder):
+            quantizations = model.spec.huggingface.quantizations
+            if problem := quantization_problem(model.config, quantizations) or weights_problem(folder):
                 raise ConfigError("", f"{folder} {problem}")
             stored = _stored_tensors(folder)
+            # All supported methods of quantization have this format.
+            packed = packed_stacks(stored) if quantizations and model.config.get("quantization_config") else {}
+            parts = {name for stack in packed.values() for name in (stack.blocks, stack.scales)}
+            stored = {name: tensor for name, tensor in stored.items() if name not in parts}
+            stored |= {name: stack.decoded for name, stack in packed.items()}
             keys = _text_names(stored)
             skipped = model.spec.huggingface.ignored(model.config, model.sizes)
             ignored = [module for module in skipped if any(key.startswith(f"{module}.") for key in keys)]
@@ -195,6 +204,7 @@ class HfModelFolder:
             sizes=model.sizes,
             seq_len=model.seq_len,
             keys=keys,
+            packed=packed,
             index=index,
             ignored=ignored,
         )
@@ -203,6 +213,11 @@ class HfModelFolder:
     def text_model(self) -> str:
         """Name of the text model among the modules of transformers' class for this folder, from version 4.52 on."""
         return "model.language_model" if "text_config" in self.config else TEXT_MODEL
+
+    def files(self) -> list[str]:
+        """Return the names of the files with weights that are read."""
+        files = {chunk.file for stored in self.index.values() for chunk in stored.chunks}
+        return sorted(files | {stack.scales_file for stack in self.packed.values()})
 
     @cached_property
     def first_rows(self) -> Mapping[str, int]:
@@ -230,11 +245,34 @@ class HfModelFolder:
 
     def _read_matrix(self, tensors: Any, name: str, ranges: tuple[slice, ...]) -> Tensor:
         hf, head_dim = self.spec.huggingface, self.sizes.head_dim
+        if (stack := hf.stack_of(name)) is not None:
+            return self._read_stacked(tensors, name, stack, *ranges)
         tensor, group = tensors.get_slice(self.keys[hf.name(name)]), head_dim if hf.is_permuted(name) else 1
         start, stop = (row + self.first_rows[name] for row in (ranges[0].start, ranges[0].stop))
         first, last = start // group * group, -(-stop // group) * group
         rows = hf.restore(name, tensor[(slice(first, last), *ranges[1:])], head_dim)
         return rows[start - first : stop - first]
+
+    def _read_stacked(
+        self, tensors: Any, name: str, stack: StoredStack, rows: slice, columns: slice | None = None
+    ) -> Tensor:
+        """Read rows of a matrix, or of a vector without columns, of one expert in a stored stack."""
+        key, expert = self.keys[self.spec.huggingface.name(name)], int(name.partition("@")[2])
+        own = slice(expert, expert + 1)
+        rows = slice(rows.start * stack.step, rows.stop * stack.step)  # with those of other parameters
+        if key in self.packed:
+            return self._read_packed(tensors, self.packed[key], own, rows, columns)[stack.first :: stack.step]
+        ranges = (rows,) if columns is None else (columns, rows) if stack.transposed else (rows, columns)
+        return stack.rows(tensors.get_slice(key)[(own, *ranges)][0])
+
+    def _read_packed(self, tensors: Any, stack: PackedStack, own: slice, rows: slice, columns: slice) -> Tensor:
+        """Return a part of one matrix, (rows, columns), bf16."""
+        groups = slice(columns.start // GROUP, -(-columns.stop // GROUP))
+        blocks = tensors.get_slice(stack.blocks)[own, rows, groups][0]
+        with open_tensors(self.folder / stack.scales_file) as others:
+            scales = others.get_slice(stack.scales)[own, rows, groups][0]
+        first = groups.start * GROUP
+        return decode(blocks, scales)[:, columns.start - first : columns.stop - first]
 
 
 def read_object(file: Path) -> dict[str, Any]:

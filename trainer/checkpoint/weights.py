@@ -74,7 +74,7 @@ class WeightSource:
         ""."""
         if self.hf_folder is None:
             return ""
-        files = sorted({chunk.file for stored in self.index.values() for chunk in stored.chunks})
+        files = self.hf_folder.files()
         read = files[0] if len(files) == 1 else f"{len(files)} files, {files[0]} to {files[-1]}"
         unread = ", ".join([*unread_weights(self.folder), *self.hf_folder.ignored])
         return f"{read}{f'; not {unread}' if unread else ''}"
@@ -90,7 +90,7 @@ class WeightSource:
         OSError."""
         if self.hf_folder is None:
             return digest_of(self.folder / manifest.NAME)  # it contains the hashes of all files
-        files = sorted({chunk.file for stored in self.index.values() for chunk in stored.chunks})
+        files = self.hf_folder.files()
         rank, ranks = (0, 1) if self.alone else (dist.get_rank(), dist.get_world_size())
         own = [(file, digest_of(self.folder / file)) for file in files[rank::ranks]]
         digests = [own] if self.alone else all_gather_objects(own)

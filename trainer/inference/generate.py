@@ -50,20 +50,22 @@ class CachedAttention(nn.Module):
         self.first = self.first if is_complete else 0
         return is_complete
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: None) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: None, sinks: Tensor | None = None) -> Tensor:
         """Append the new keys and values to the cache. Return the result of attention, (1, heads, new tokens, head_dim).
 
         Args:
             q: (1, heads, new tokens, head_dim).
             k: (1, kv heads, new tokens, head_dim).
             v: (1, kv heads, new tokens, head_dim).
+            sinks: (heads,), in kinds of layers with sinks.
         """
         k, v = self._append(torch.cat((k, v), -1)).split((k.shape[-1], v.shape[-1]), -1)
         rows, columns = q.shape[2], k.shape[2]
         if rows == 1:  # it needs no mask
-            return self.kernel(q, k[:, :, -self.window :], v[:, :, -self.window :], None)
+            return self.kernel(q, k[:, :, -self.window :], v[:, :, -self.window :], None, sinks)
         is_masked = columns > rows or columns > self.window
-        return self.kernel(q, k, v, visible_keys(rows, columns, self.window, q.device) if is_masked else None)
+        mask = visible_keys(rows, columns, self.window, q.device) if is_masked else None
+        return self.kernel(q, k, v, mask, sinks)
 
     def _append(self, new: Tensor) -> Tensor:
         """Cache new tokens. Return all tokens that were cached, followed by the new ones, (1, kv heads, tokens, width)."""

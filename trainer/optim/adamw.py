@@ -1,6 +1,6 @@
 """AdamW (Loshchilov & Hutter 2017, arXiv:1711.05101) with torch's fused kernel, for moments of any precision."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -18,19 +18,26 @@ _MOMENTS = {"exp_avg": True, "exp_avg_sq": False}
 """Name of a moment -> whether its values are signed."""
 
 
-def parameter_groups(parameters: Iterable[Tensor], weight_decay: float) -> list[dict]:
-    """Return two parameter groups: matrices and stacked matrices, with weight decay, and one-dimensional parameters, without."""
-    decay, no_decay = [], []
+def parameter_groups(parameters: Iterable[Tensor], weight_decay: float, biases: Collection[Tensor] = ()) -> list[dict]:
+    """Return two parameter groups: matrices and stacked matrices, with weight decay, and norms and biases, without. biases: those
+    that may be stacked, see models.spec.is_bias."""
+    decay, no_decay, stacked = [], [], set(biases)
     for parameter in parameters:
-        (decay if parameter.dim() >= 2 else no_decay).append(parameter)
+        (decay if parameter.dim() >= 2 and parameter not in stacked else no_decay).append(parameter)
     return [{"params": decay, "weight_decay": weight_decay}, {"params": no_decay, "weight_decay": 0.0}]
 
 
-def adamw(parameters: Iterable[Tensor], config: OptimizerConfig) -> torch.optim.AdamW:
+def adamw(parameters: Iterable[Tensor], config: OptimizerConfig, biases: Collection[Tensor] = ()) -> torch.optim.AdamW:
     """Return AdamW. Its state is already allocated, so that a checkpoint can be loaded and the memory is known before step 1.
 
-    parameters: local tensors. DTensors of several meshes cannot be updated by one kernel."""
-    groups = [g for g in parameter_groups(parameters, config.weight_decay) if g["params"]]
+    Args:
+        parameters: Local tensors. DTensors of several meshes cannot be updated by one kernel.
+        config: Settings.
+        biases: See parameter_groups. Their moments are never quantized.
+    """
+    matrices, others = parameter_groups(parameters, config.weight_decay, biases)
+    groups = [g for g in (matrices, others) if g["params"]]
+    quantizable = {p for p in matrices["params"] if is_quantizable(p)}
     parameters = [p for group in groups for p in group["params"]]
     hyperparameters = {"lr": config.lr, "betas": config.betas, "eps": config.eps, "fused": True}
     quantizers = {}
@@ -43,7 +50,7 @@ def adamw(parameters: Iterable[Tensor], config: OptimizerConfig) -> torch.optim.
     for p in parameters:
         state = {"step": torch.zeros((), dtype=torch.float32, device=p.device)}
         for name in _MOMENTS:
-            if quantizers and is_quantizable(p):
+            if quantizers and p in quantizable:
                 state[name], state[f"{name}_scale"] = quantizers[name].zeros_like(p)
             else:
                 state[name] = torch.zeros_like(p, dtype=DTYPES.get(config.state_dtype, torch.float32))

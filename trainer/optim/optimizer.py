@@ -1,8 +1,7 @@
 """Optimizers of sharded parameters. They update the parameters after backward, inside backward, or on the CPU."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -16,7 +15,7 @@ from trainer.runtime.distributed import sum_over
 from trainer.runtime.dtensor import sharded_like, to_local
 from trainer.runtime.host_memory import Event, HostTransfer
 
-OPTIMIZERS: dict[str, Callable[[Iterable[Tensor], OptimizerConfig], AdamW]] = {"adamw": adamw}
+OPTIMIZERS: dict[str, Callable[[Iterable[Tensor], OptimizerConfig, Collection[Tensor]], AdamW]] = {"adamw": adamw}
 
 Factory = Callable[[Iterable[Tensor]], AdamW]
 
@@ -27,12 +26,19 @@ class Optimizer:
     host_tensors: Sequence[Tensor] = ()
     """Tensors that are offloaded to host memory."""
 
-    def __init__(self, parameters: Mapping[str, Tensor], config: OptimizerConfig, ranks_per_stage: int):
+    def __init__(
+        self,
+        parameters: Mapping[str, Tensor],
+        config: OptimizerConfig,
+        ranks_per_stage: int,
+        biases: Collection[str] = (),
+    ):
         """Allocate the state.
 
         Args:
             parameters: This rank's parameters by name. Frozen parameters are ignored.
             ranks_per_stage: Number of ranks in this rank's pipeline stage, or the world size without a pipeline.
+            biases: Names of parameters that have no weight decay, although they may be stacked.
         """
         self.names = {p: name for name, p in parameters.items() if p.requires_grad}
         self.device = next(iter(self.names)).device
@@ -40,7 +46,12 @@ class Optimizer:
         self.shares = torch.tensor(shares, dtype=torch.float32, device=self.device)
         self.targets: dict[Tensor, Tensor] = {}
         """Parameter -> tensor that torch's optimizer updates instead: the parameter's local shard."""
-        self.optimizer_of = self._allocate(partial(OPTIMIZERS[config.name], config=config))
+        own_biases = [p for p, name in self.names.items() if name in biases]
+
+        def create(targets: Iterable[Tensor]) -> AdamW:
+            return OPTIMIZERS[config.name](targets, config, [self.targets[p] for p in own_biases])
+
+        self.optimizer_of = self._allocate(create)
         """Parameter -> torch's optimizer of its target."""
         self.optimizers = set(self.optimizer_of.values())
         self.frees_gradients = config.frees_gradients
@@ -191,13 +202,16 @@ class CpuOffload(Optimizer):
                 master.copy_(to_local(p.detach()))
 
 
-def build_optimizer(parameters: Mapping[str, Tensor], config: OptimizerConfig, ranks_per_stage: int) -> Optimizer:
+def build_optimizer(
+    parameters: Mapping[str, Tensor], config: OptimizerConfig, ranks_per_stage: int, biases: Collection[str] = ()
+) -> Optimizer:
+    """Return the optimizer that the settings select. See Optimizer for the arguments."""
     placement = Optimizer
     if config.in_backward:
         placement = InBackward
     elif config.offload != "none":
         placement = CpuOffload
-    return placement(parameters, config, ranks_per_stage)
+    return placement(parameters, config, ranks_per_stage, biases)
 
 
 def _grad_norms(parameters: Iterable[Tensor]) -> Sequence[Tensor]:

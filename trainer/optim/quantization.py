@@ -23,6 +23,21 @@ def is_quantizable(matrix: Tensor) -> bool:
     return matrix.dim() >= 2 and matrix.shape[-1] % BLOCK_SIZE == 0
 
 
+def note_of_fp32_moments(unquantized: Mapping[str, Tensor], num_trained: int) -> str:
+    """Return which part of a run's moments stays fp32, besides those of norms and biases, and why. "": none.
+
+    Args:
+        unquantized: Matrices without 8-bit moments, by name. They may be on the meta device.
+        num_trained: Number of values that the run trains.
+    """
+    if not unquantized:
+        return ""
+    share = sum(p.numel() for p in unquantized.values()) / num_trained
+    lengths = ", ".join(map(str, sorted({p.shape[-1] for p in unquantized.values()})))
+    reason = f"the rows of matrices such as {next(iter(unquantized))} are not divisible by {BLOCK_SIZE} (row lengths: {lengths})"
+    return f"8-bit moments do not apply to {100 * share:.3g} % of the trained values, which have fp32 moments: {reason}"
+
+
 def require_shard_independent_blocks(parameters: Mapping[str, Tensor], config: OptimizerConfig) -> None:
     """Raise ConfigError if 8-bit quantization would depend on the layout. The parameters may be on the meta device."""
     for name, p in parameters.items():

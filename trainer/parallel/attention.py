@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention import SDPBackend
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
 from models.components import attention_kernel
 from models.context import Context
@@ -71,16 +71,32 @@ class FlexAttention(nn.Module):
 
         self.score_mod = None if cap is None else capped
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, sinks: Tensor | None = None) -> Tensor:
         """Return the result of attention, (batch, heads, seq / cp, head_dim).
 
         Args:
             q: (batch, heads, seq / cp, head_dim).
             k: (batch, kv heads, seq, head_dim).
             v: (batch, kv heads, seq, head_dim).
+            sinks: (heads,), in kinds of layers with sinks.
         """
-        gqa = q.shape[1] != k.shape[1]
-        return self.attend(q, k, v, score_mod=self.score_mod, block_mask=mask, scale=self.kind.scale, enable_gqa=gqa)
+        options = {"score_mod": self.score_mod, "block_mask": mask, "scale": self.kind.scale}
+        options["enable_gqa"] = q.shape[1] != k.shape[1]
+        if sinks is None:
+            return self.attend(q, k, v, **options)
+        out, aux = self.attend(q, k, v, **options, return_aux=AuxRequest(lse=True))
+        return with_sinks(out, aux.lse, sinks)
+
+
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """Return the result of attention with a sink for each head, which takes a share of the softmax.
+
+    Args:
+        out: Result without sinks, (batch, heads, seq, head_dim).
+        lse: Logarithm of the sum of the exponentials of each query's scores, (batch, heads, seq), fp32.
+        sinks: Scores of the sinks, (heads,).
+    """
+    return (out * (lse - sinks[:, None]).sigmoid()[..., None]).type_as(out)
 
 
 @dataclass(frozen=True)
@@ -111,7 +127,7 @@ def is_plain(kind: LayerKind, seq_len: int, cp: int, by_document: bool) -> bool:
         cp: Number of ranks over which each sequence is split.
         by_document: Whether attention ends at document boundaries.
     """
-    return cp == 1 and not by_document and not kind.has_window(seq_len) and kind.softcap is None
+    return cp == 1 and not by_document and not kind.has_window(seq_len) and kind.softcap is None and not kind.sinks
 
 
 def kernel_name(
@@ -126,7 +142,7 @@ def kernel_name(
     is_masked = not is_plain(kind, shapes[1][2], cp, by_document)
     if is_masked and device.type != "cpu":
         return "flex_attention"
-    if kind.softcap is not None:
+    if kind.softcap is not None or kind.sinks:
         return "math"
     q, k, v = (torch.empty(shape, dtype=dtype, device=device, requires_grad=True) for shape in shapes)
     mask = torch.empty(1, 1, q.shape[2], k.shape[2], dtype=dtype, device=device) if is_masked else None

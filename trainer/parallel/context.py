@@ -61,15 +61,17 @@ class AllGatherAttention(nn.Module):
         self.mesh = mesh
         self.recompute = recompute
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, sinks: Tensor | None = None) -> Tensor:
         """Return the result for this rank's queries, (batch, heads, seq / cp, head_dim).
 
         Args:
             q: (batch, heads, seq / cp, head_dim).
             k: (batch, kv heads, seq / cp, head_dim).
             v: (batch, kv heads, seq / cp, head_dim).
+            mask: Of the kernel.
+            sinks: (heads,), in kinds of layers with sinks.
         """
         gather, widths = partial(all_gather_sequence, mesh=self.mesh, dim=2), (k.shape[-1], v.shape[-1])
         local = torch.cat((k, v), -1)  # (batch, kv heads, seq / cp, widths of a key and of a value)
-        attend = lambda kv: self.kernel(q, *kv.split(widths, -1), mask)  # noqa: E731
+        attend = lambda kv: self.kernel(q, *kv.split(widths, -1), mask, sinks)  # noqa: E731
         return call_with_gathered(attend, gather, local, recompute=self.recompute)

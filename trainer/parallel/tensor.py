@@ -63,8 +63,8 @@ class _AllHeadsNorm(ParallelStyle):
 
 @dataclass
 class _Gather(ParallelStyle):
-    """Style of a module whose parameters all belong to submodules. The input of its forward, or of another of its methods, is
-    gathered once for all submodules."""
+    """Style of a module whose input, that of its forward or of another of its methods, is gathered once for all submodules. Its
+    own parameters have one value for each head, and each rank computes with those of its heads."""
 
     placement: Placement
     """Placement of the input, a local tensor."""
@@ -75,6 +75,8 @@ class _Gather(ParallelStyle):
     """Function that returns the input of the method."""
 
     def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        if list(module.parameters(recurse=False)):
+            Local(Shard(0), Shard(0))._apply(module, mesh)
         original = getattr(module, self.method)
 
         # A function, not a partial, which would give every compiled block its own graph.

@@ -18,7 +18,7 @@ from models.context import Context
 from trainer.objective import cross_entropy
 from trainer.objective.cross_entropy import chunk_starts
 from trainer.parallel import experts
-from trainer.parallel.attention import AttentionBackend
+from trainer.parallel.attention import AttentionBackend, with_sinks
 from trainer.planning.recorder import Recorder
 from trainer.runtime.host_memory import HostTransfer
 
@@ -27,7 +27,11 @@ class _FlexAttention(CausalAttention):
     """Plain attention without a mask. It simulates flex_attention, because both save the same tensors and block masks are small.
     In a window, every query attends to the average number of keys."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: None) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: None, sinks: Tensor | None = None) -> Tensor:
+        out = self._without_sinks(q, k, v, mask)
+        return out if sinks is None else with_sinks(out, q.new_empty(q.shape[:-1], dtype=torch.float32), sinks)
+
+    def _without_sinks(self, q: Tensor, k: Tensor, v: Tensor, mask: None) -> Tensor:
         seq = k.shape[2]
         if not self.kind.has_window(seq):
             return super().forward(q, k, v, mask)

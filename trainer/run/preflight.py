@@ -24,16 +24,20 @@ from trainer.system.spelling import counted
 from trainer.system.units import GIB
 
 
-def _parameter_and_moment_bytes(config: Config) -> tuple[int, int]:
-    """Return the bytes of a trained parameter and of its two moments."""
-    moment = 1 if config.optimizer.state_dtype == "8bit" else DTYPES[config.optimizer.state_dtype].itemsize
+def _parameter_and_moment_bytes(config: Config, resolved: ResolvedRun) -> tuple[int, float]:
+    """Return the bytes of a trained parameter and of its two moments. With 8-bit moments, they are the mean of all parameters."""
+    if config.optimizer.state_dtype == "8bit":
+        moment = 4 - 3 * resolved.quantized_share
+    else:
+        moment = DTYPES[config.optimizer.state_dtype].itemsize
     return DTYPES[config.trained_dtype].itemsize, 2 * moment
 
 
-def state_bytes(config: Config) -> int:
-    """Return the bytes per trained parameter in a checkpoint: the parameter, two moments and, if there is one, the fp32 copy."""
-    parameter, moments = _parameter_and_moment_bytes(config)
-    return parameter + moments + (4 if config.optimizer.offload != "none" and parameter < 4 else 0)
+def checkpoint_bytes(config: Config, resolved: ResolvedRun) -> int:
+    """Return the bytes of a checkpoint: of the trained parameters, their moments and, if there is one, their fp32 copy."""
+    parameter, moments = _parameter_and_moment_bytes(config, resolved)
+    copy = 4 if config.optimizer.offload != "none" and parameter < 4 else 0
+    return int(resolved.num_trained * (parameter + moments + copy))
 
 
 def minimum_memory(
@@ -49,7 +53,7 @@ def minimum_memory(
     """
     frozen *= DTYPES[config.training.parameter_dtype].itemsize
     optimizer, parallel, dims = config.optimizer, config.parallel, resolved.dims
-    parameter, moments = _parameter_and_moment_bytes(config)
+    parameter, moments = _parameter_and_moment_bytes(config, resolved)
     gradients = 0 if optimizer.frees_gradients else count * parameter
     accumulated = 0
     if resolved.grad_accum > 1 and not config.training.reduce_every_microbatch:
@@ -58,12 +62,13 @@ def minimum_memory(
         width = DTYPES[parallel.reduce_dtype].itemsize if sharded else 4 * (resolved.grad_accum > 2)
         accumulated = ((count - experts) * dims.fsdp + experts * dims.efsdp) * width
     if parallel.cpu_offload:
-        return accumulated, frozen + count * (2 * parameter + moments)
+        return accumulated, frozen + int(count * (2 * parameter + moments))
     if optimizer.offload == "none":
-        return frozen + count * (parameter + moments) + max(gradients, accumulated), 0
+        return frozen + int(count * (parameter + moments)) + max(gradients, accumulated), 0
     copy = parameter if parameter < 4 else 0
     # The host holds an fp32 copy, the gradient, the moments and a copy of the parameter.
-    return frozen + count * parameter + max(gradients, accumulated), count * (4 + parameter + moments + copy)
+    on_host = int(count * (4 + parameter + moments + copy))
+    return frozen + count * parameter + max(gradients, accumulated), on_host
 
 
 def check_memory(config: Config, resolved: ResolvedRun, model_parts: Iterable[nn.Module], device: torch.device) -> None:
@@ -102,13 +107,12 @@ def disk_free(folder: Path) -> int:
     return shutil.disk_usage(existing_part(folder)).free
 
 
-def check_disk(config: Config, num_trained: int, step: int) -> None:
-    """Raise ConfigError on all ranks if the disk cannot hold the checkpoints. num_trained: number of trained parameters. step:
-    number of completed steps."""
+def check_disk(config: Config, resolved: ResolvedRun, step: int) -> None:
+    """Raise ConfigError on all ranks if the disk cannot hold the checkpoints. step: number of completed steps."""
     folder, checkpoint, steps = config.run.folder / "checkpoints", config.checkpoint, config.training.steps
     if not checkpoint.enabled:
         return
-    num_bytes = num_trained * state_bytes(config)
+    num_bytes = checkpoint_bytes(config, resolved)
     remaining = remaining_checkpoints(checkpoint, step, steps)
     free, existing = run_on_rank_0(lambda: (disk_free(folder), len(list_checkpoints(folder))))
 

@@ -1,14 +1,16 @@
 """Resolution of a configuration for a given world size: arithmetic, without a process group and without the files of the data."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from models import MODELS
 from models.moe import CorrectedRouter
 from models.sizes import text_of
-from models.spec import Model, ModelSpec, ParallelPlan, SizeError, meta_model, saved_buffers, saved_weights
+from models.spec import Model, ModelSpec, ParallelPlan, SizeError, is_bias, meta_model, saved_buffers, saved_weights
 from trainer.adapters.select import TrainedParameters, require_trained_vocabulary, select_parameters
 from trainer.checkpoint.huggingface import read_architecture
 from trainer.checkpoint.peft import PeftNames, require_peft_support
@@ -47,6 +49,10 @@ class ResolvedRun:
     trained: TrainedParameters
     num_trained: int
     """Number of trained values, of which a checkpoint consists."""
+    quantized_share: float
+    """Share of the trained values that have 8-bit moments."""
+    fp32_moments: str
+    """Part of the matrices to which 8-bit moments do not apply, and why. "": none."""
     compiled: bool
     """Whether blocks are compiled and, without tensor parallelism, the loss."""
     grad_accum: int
@@ -93,10 +99,12 @@ def resolve(config: Config, world_size: int) -> ResolvedRun:
     stages = partition_blocks(model, plan, config.parallel)
     _check_stages(config, plan, stages, trained)
     buffers = frozenset(saved_buffers(model))
-    tensors = trained.tensors(model).values()
-    if config.optimizer.state_dtype == "8bit" and not any(map(quantization.is_quantizable, tensors)):
-        message = f"8bit needs matrices with row lengths divisible by {quantization.BLOCK_SIZE}, but {name} has none"
-        raise ConfigError("optimizer.state_dtype", message)
+    tensors = trained.tensors(model)
+    num_trained = sum(p.numel() for p in tensors.values())
+    quantized_share, fp32_moments = 0.0, ""
+    if config.optimizer.state_dtype == "8bit":
+        matrices = {n: p for n, p in tensors.items() if p.dim() >= 2 and not is_bias(model, n)}
+        quantized_share, fp32_moments = _quantized(matrices, num_trained, name)
     dimensions = {f"model.{name}": value for name, value in asdict(sizes).items()}
     sequence_shards = dims.cp * (dims.tp if config.parallel.sequence_parallel else 1)
     return ResolvedRun(
@@ -114,12 +122,34 @@ def resolve(config: Config, world_size: int) -> ResolvedRun:
         grad_accum=training.global_batch_size // samples,
         num_parameters=sum(p.numel() for p in model.parameters()),
         trained=trained,
-        num_trained=sum(p.numel() for p in tensors),
+        num_trained=num_trained,
+        quantized_share=quantized_share,
+        fp32_moments=fp32_moments,
         flops_per_token=trained.flops_per_token(model, training.seq_len),
         fingerprint=_fingerprint(config) | {FAMILY: family} | dimensions,
         shared=_values(config, lambda setting: not setting.constraint.per_node)
         | {"compile.enabled": compiled, "model.type": spec.huggingface.model_type, **dimensions},
     )
+
+
+def _quantized(matrices: Mapping[str, Tensor], num_trained: int, name: str) -> tuple[float, str]:
+    """Return the share of the trained values that have 8-bit moments, and a note if not all matrices have.
+
+    Args:
+        matrices: Trained matrices by name, on the meta device.
+        num_trained: Number of trained values.
+        name: Of the model.
+
+    Raises:
+        ConfigError: No matrix can have 8-bit moments.
+    """
+    quantized = {n: p for n, p in matrices.items() if quantization.is_quantizable(p)}
+    if not quantized:
+        message = f"8bit needs matrices with row lengths divisible by {quantization.BLOCK_SIZE}, but {name} has none"
+        raise ConfigError("optimizer.state_dtype", message)
+    others = {n: p for n, p in matrices.items() if n not in quantized}
+    share = sum(p.numel() for p in quantized.values()) / num_trained
+    return share, quantization.note_of_fp32_moments(others, num_trained)
 
 
 def _check_experts(config: Config, model: Model, plan: ParallelPlan, name: str) -> None:

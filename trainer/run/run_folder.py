@@ -266,6 +266,8 @@ def log_summary(
         f"({dims}), {'bitwise deterministic' if deterministic else 'deterministic up to rounding'}, "
         f"attention: {attention}"
     )
+    if resolved.fp32_moments:
+        console.warning(resolved.fp32_moments)
     for line in adapter_notes(config, resolved):
         console.warning(line)
 

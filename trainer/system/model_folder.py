@@ -202,12 +202,15 @@ def _files_of_index(index: Path) -> set[str] | None:
     return names if names and is_plain else None
 
 
-def quantization_problem(config: Any) -> str:
-    """Return why the weights cannot be read if config.json says that they are quantized, without the folder's name, or ""."""
+def quantization_problem(config: Any, readable: Collection[str]) -> str:
+    """Return why the weights cannot be read if config.json says that they are quantized, without the folder's name, or "".
+    readable: methods of quantization whose weights can be read."""
     settings = config.get("quantization_config")
     if not isinstance(settings, dict) or not settings:
         return ""
     method = settings.get("quant_method")
+    if isinstance(method, str) and method in readable:
+        return ""
     known = {"bitsandbytes": "bitsandbytes", "fp8": "FP8", "gptq": "GPTQ", "awq": "AWQ", "mxfp4": "MXFP4"}
     name = known.get(method, f"{method:.40}") if isinstance(method, str) else "an unnamed method"
     bits = next((f" in {n} bits" for n in (4, 8) if settings.get(f"load_in_{n}bit") is True), "")

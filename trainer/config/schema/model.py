@@ -11,7 +11,7 @@ ADAPTED = Constraint(only_with="[lora] rank")
 ModelFamily = Literal[
     "llama2", "llama3", "llama3.1", "llama3.2", "qwen2.5", "qwen3", "mistral", "ministral3", "smollm3", "olmo2", "olmo3",
     "granite3", "gemma2", "gemma3", "phi", "mixtral", "olmoe", "qwen3-moe",
-    "deepseek-v3",
+    "deepseek-v3", "gpt-oss",
 ]  # fmt: skip
 """The keys of MODELS in models/__init__.py, which imports torch."""
 
