@@ -170,7 +170,9 @@ def test_sinks_are_equal_to_a_key_without_a_value_with_their_gradients():
     inputs = (q, k, v, sinks)
 
     def gradients(out):
-        return torch.autograd.grad((out * weights).sum(), inputs, retain_graph=True)  # both results are compared with one
+        return torch.autograd.grad(
+            (out * weights).sum(), inputs, retain_graph=True
+        )  # both results are compared with one
 
     visible = visible_keys(9, 9, None, q.device)
     scores = q @ k.repeat_interleave(2, 1).mT * 8**-0.5
