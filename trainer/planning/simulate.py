@@ -38,7 +38,7 @@ from trainer.planning.patches import (
 from trainer.planning.recorder import MEMORY_CATEGORIES, ExecutionPoint, Recorder, Traffic
 from trainer.run.resolve import ResolvedRun, resolve
 from trainer.runtime.dtensor import to_local
-from trainer.system.children import exit_with_parent, start_fork_server
+from trainer.system.children import exit_with_parent, for_pool, start_fork_server
 from trainer.system.console import progress
 from trainer.system.process import cores
 
@@ -117,7 +117,7 @@ def simulate_each(
         ConfigError: A process was killed.
     """
     processes = min(len(jobs), cores())
-    context = start_fork_server(["trainer.planning.simulate"])
+    context = for_pool(start_fork_server(["trainer.planning.simulate"]))
     with ProcessPoolExecutor(processes, context, initializer=exit_with_parent, max_tasks_per_child=1) as pool:
         try:
             for future in [pool.submit(_simulate, job, world_size, on_gpu) for job in jobs]:

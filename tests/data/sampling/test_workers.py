@@ -199,6 +199,23 @@ def test_a_worker_that_was_started_later_is_named_when_it_is_killed(ranks):
     assert early == 1 and error.startswith(f"SIGKILL killed process {pid}, which loads training data")
 
 
+def kill_one_of_two():
+    batches = open_batches(2)
+    first_tokens(batches, 1)
+    killed, other = multiprocessing.active_children()
+    os.kill(killed.pid, signal.SIGKILL)
+    error = error_of(batches)
+    connection.wait(
+        [other.sentinel]
+    )  # it ignores SIGTERM, and Python 3.12 would wait for it with a lock that submit needs
+    return killed.pid, error, other.is_killed
+
+
+def test_the_pool_kills_the_other_workers_of_one_that_was_killed(ranks):
+    ((pid, error, is_killed),) = ranks(1).run(kill_one_of_two)
+    assert error.startswith(f"SIGKILL killed process {pid}, ") and is_killed
+
+
 def truncate(path):
     np.arange(SEQ * SAMPLES + 1).tofile(path)
     batches = open_batches(1, samples(np.asarray(np.memmap(path, np.int64, mode="r"))))

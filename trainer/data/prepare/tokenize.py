@@ -23,7 +23,7 @@ from trainer.data.sources import BadDocument, Document, Source, Span
 from trainer.data.store.store import Encoded, token_dtype
 from trainer.data.tokenizer.backends import load_tokenizer
 from trainer.data.tokenizer.protocol import Tokenizer
-from trainer.system.children import children_ignore_signals, exit_with_parent
+from trainer.system.children import children_ignore_signals, exit_with_parent, for_pool
 from trainer.system.console import progress
 from trainer.system.paths import unreadable
 from trainer.system.process import cores, detach_signals
@@ -139,7 +139,7 @@ def tokenize_chunks(job: TokenizeJob, tokenizer: Tokenizer, total: int) -> list[
             encode = encoder(job.data, tokenizer)
             results = (_tokenize(job, tokenizer, encode, *task) for task in tasks)
         else:
-            context = multiprocessing.get_context("spawn")
+            context = for_pool(multiprocessing.get_context("spawn"))
             pool = ProcessPoolExecutor(num_workers, context, _start_worker, (job,))
             # Of refused documents, the chunks are removed, so no worker may still write one. After Ctrl-C nothing is waited for.
             stack.push(lambda kind, *_: pool.shutdown(wait=kind is ConfigError, cancel_futures=True))

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from trainer.batch import Batch
 from trainer.data.sampling.samples import Samples
-from trainer.system.children import exit_with_parent
+from trainer.system.children import exit_with_parent, for_pool
 from trainer.system.files import describe
 from trainer.system.process import detach_signals
 
@@ -138,7 +138,7 @@ class WorkerPool:
         Raises:
             LoadingFailed: The processes cannot be started.
         """
-        context = multiprocessing.get_context(_START_METHOD)
+        context = for_pool(multiprocessing.get_context(_START_METHOD))
         with _explain_start_errors(num_workers):
             self._pool = ProcessPoolExecutor(num_workers, context, _start_worker, (self._samples,))
             self._requested.extend(map(self._request, islice(self._indices, num_workers * prefetch)))
@@ -179,7 +179,7 @@ class WorkerPool:
     def _describe_death(self, error: BrokenProcessPool) -> str:
         for process in self._processes:
             exit_code = _exit_code(process)
-            if exit_code is not None and exit_code < 0:
+            if exit_code is not None and exit_code < 0 and not process.is_killed:
                 number = -exit_code
                 name = signal.Signals(number).name
                 cause = f": {_DEATH_ADVICE[number]}" if number in _DEATH_ADVICE else ""
