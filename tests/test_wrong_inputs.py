@@ -133,7 +133,7 @@ SETTINGS = {
     "--tokenizer.backend tiktoken --tokenizer.path word.txt": "no such file; did you mean 'words.txt'?",
     "--data.path file.txt": "set [data] dataset to text",
     "--tokenizer.backend tiktoken --tokenizer.path nowhere": "no such file",
-    "--tokenizer.path file.txt": "has an effect only with [tokenizer] backend",
+    "--tokenizer.path file.txt": "is not clear from its name; set tokenizer.backend to huggingface",
     "--tokenizer.backend huggingface": "is required with backend = huggingface",
     # ---------------------------------------------------------------- meshes
     "--parallel.tp 2": "NGPU=2 ./run_llama_train.sh",

@@ -100,7 +100,7 @@ def main() -> None:
         results = {}
         for row, bug in [(control, BUG), *((row, "") for row in rows)]:
             records, name = (
-                runs.run(row.settings, num_ranks(row.config.parallel), bug).records,
+                runs.run(row.settings, num_ranks(row.config.parallel), bug=bug).records,
                 bug or label(row.config),
             )
             results[name] = relative_deviations(reference, records, "grad_norm")

@@ -64,7 +64,7 @@ def packed(tmp_path):
             first[name] = tensor
     for file, tensors in files.items():
         save_file(tensors, folder / file)
-    index = {"weight_map": {name: file for file, tensors in files.items() for name in tensors}}
+    index = {"metadata": {}, "weight_map": {name: file for file, tensors in files.items() for name in tensors}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     change_config(folder, quantization_config={"quant_method": "mxfp4"})
     return folder, decoded

@@ -75,4 +75,4 @@ def test_an_interrupted_search_does_not_claim_the_best_layout(settings, is_compl
     config = SimpleNamespace(run=SimpleNamespace(name="run"))
     candidate = SimpleNamespace(settings=settings, toml=lambda: "tp = 2", flags=dict, config=config)
     lines = ranking(7, [(candidate, estimate)], {}, None, is_complete).splitlines()
-    assert lines[0] == first and lines[4] == chosen
+    assert lines[0] == first and chosen in lines

@@ -12,6 +12,7 @@ from torch import nn
 from models.moe import Experts
 from trainer.config import CheckpointConfig, Config, ConfigError
 from trainer.config.model_source import list_checkpoints
+from trainer.optim.quantization import BLOCK_SIZE
 from trainer.parallel.parallelize import shards_parameters
 from trainer.run.resolve import ResolvedRun
 from trainer.runtime import device as devices
@@ -27,7 +28,7 @@ from trainer.system.units import GIB
 def _parameter_and_moment_bytes(config: Config, resolved: ResolvedRun) -> tuple[int, float]:
     """Return the bytes of a trained parameter and of its two moments. With 8-bit moments, they are the mean of all parameters."""
     if config.optimizer.state_dtype == "8bit":
-        moment = 4 - 3 * resolved.quantized_share
+        moment = 4 - resolved.quantized_share * (3 - 4 / BLOCK_SIZE)  # a byte, and its part of a scale
     else:
         moment = DTYPES[config.optimizer.state_dtype].itemsize
     return DTYPES[config.trained_dtype].itemsize, 2 * moment

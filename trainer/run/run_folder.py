@@ -303,7 +303,7 @@ def log_data(config: Config, grad_accum: int, data: Datasets, epochs: float, tar
             f"{counted(steps, 'step')} of this run: the schedule will not complete"
         )
     if line := many_epochs(config, len(data.training), epochs):
-        console.warning(line)
+        console.info(line)
 
 
 def many_epochs(config: Config, num_samples: int, epochs: float) -> str:

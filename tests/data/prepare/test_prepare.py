@@ -381,7 +381,7 @@ def test_a_torn_chunk_is_tokenized_again(data, tmp_path, monkeypatch, suffix, si
 
 def test_an_error_about_the_documents_leaves_no_file(data, tmp_path):
     (tmp_path / "corpus" / "bad.txt").write_bytes(b"\xff")
-    key, _ = refused(data)
+    key, _ = refused(replace(data, max_bad_documents_percent=0.5))
     assert key == "data.max_bad_documents_percent"
     assert [path.name for path in Path(data.store_folder).iterdir() if not path.name.startswith("digests-")] == []
 
