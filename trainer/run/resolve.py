@@ -73,9 +73,8 @@ def resolve(config: Config, world_size: int) -> ResolvedRun:
     of_folder = is_from_pretrained(config, "model.huggingface")
     folder = config.model.pretrained if of_folder else config.model.huggingface
     name = folder or f"{family}/{config.model.size}"
-    _check_experts(
-        config, model, plan, name
-    )  # before the degrees: ep of a model without experts has no right value but 1
+    # Before the degrees: ep of a model without experts has no right value but 1.
+    _check_experts(config, model, plan, name)
     dims = ParallelDims.from_config(config.parallel, world_size)
     training = config.training
     on_gpu = config.run.device != "cpu" and devices.gpu_count() > 0

@@ -78,8 +78,8 @@ class Trained:
     def of_ranks(cls, records: list[dict], parts: Sequence["TrainedPart"]) -> "Trained":
         """parts: result of `train` on each rank."""
         first, last = (
-            {k: g for step in steps for k, g in step.items()}
-            for steps in zip(*(p.gradients for p in parts), strict=True)
+            {k: g for gradients in step for k, g in gradients.items()}
+            for step in zip(*(p.gradients for p in parts), strict=True)
         )
         layers = {layer for p in parts for layer in p.decisions}
         decisions = {i: Decisions.join(p.decisions[i] for p in parts if i in p.decisions) for i in layers}
