@@ -10,15 +10,20 @@ exit codes: 0: every row was measured; 1: a row failed, or a part ran out of tim
     scripts/dev/gpu_acceptance.sh --tiny    # checks this script itself, on any machine
 """
 
+import gzip
 import json
 import math
 import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +35,17 @@ from trainer.system.process import exit_on_interrupt
 if __name__ == "__main__":
     exit_on_interrupt()
 
+import torch
+from torch import Tensor
+
+from models.spec import meta_model, saved_weights
+from trainer.checkpoint.model_metadata import ModelMetadata
+from trainer.checkpoint.storage import TensorWrite
+from trainer.checkpoint.write_model import write_model
 from trainer.config.command_line import Arguments, run_to_end
+from trainer.config.load import load_config
+from trainer.run.resolve import resolve
+from trainer.system.checkpoint_folder import MODEL_FILE
 from trainer.system.environment import environment
 from trainer.system.files import read_json_lines
 from trainer.system.process import cores
@@ -39,15 +54,54 @@ from trainer.testing.layouts import DEBUG_FAMILIES, flags
 from trainer.testing.techniques import BASELINE, TECHNIQUES
 
 PART_SECONDS = 480
+CONCURRENT = {"parity": 8, "plan": 8}
+"""Name of a part whose rows measure neither time nor memory -> number of rows at a time."""
 # In a process of its own, because this process would otherwise occupy memory of the GPU.
 _PRINT_DEVICE = "from trainer.runtime import device; print(device.name(device.select_device('auto')))"
 _MODES = ("none", "selective", "full")
+_NONE, _SELECTIVE, _FULL = ({"activation_checkpoint.mode": mode} for mode in _MODES)
 _BF16 = {"training.parameter_dtype": "bf16", "optimizer.state_dtype": "bf16"}
-_MODELS = {
-    "8b": {"model.name": "llama3", "model.size": "8b", **_BF16},
-    "3b": {"model.name": "llama3.2", "model.size": "3b"},
-    "1b": {"model.name": "llama3.2", "model.size": "1b"},
+_LORA = {"training.parameter_dtype": "bf16", "lora.rank": "16"}
+_EAGER = {"compile.enabled": "false"}
+
+
+def _model(name: str, size: str, *changes: Mapping[str, str], batch: int = 2) -> dict[str, str]:
+    """Return settings. batch: samples per microbatch."""
+    settings = {"model.name": name, "model.size": size, "training.local_batch_size": str(batch)}
+    for change in changes:
+        settings |= change
+    return settings
+
+
+_1B = _model("llama3.2", "1b", batch=4)
+SPEED = {
+    "Llama 3 8B, bf16, selective": _model("llama3", "8b", _BF16, _SELECTIVE),
+    "Llama 3 8B, bf16, none": _model("llama3", "8b", _BF16, _NONE),
+    "Llama 3 8B, bf16, full": _model("llama3", "8b", _BF16, _FULL, batch=4),
+    "Llama 3 8B, LoRA, none": _model("llama3", "8b", _LORA, _NONE),
+    "Llama 3 8B, LoRA, full": _model("llama3", "8b", _LORA, _FULL),
+    "OLMoE 7B-A1B, bf16, selective": _model("olmoe", "7b-a1b", _BF16, _SELECTIVE),
+    "Qwen3 30B-A3B, LoRA, full": _model("qwen3-moe", "30b-a3b", _LORA, _FULL),
+    "Llama 3 8B, fp32 and 8-bit moments, full": _model("llama3", "8b", {"optimizer.state_dtype": "8bit"}, _FULL),
+    "Llama 3.2 3B, fp32, selective": _model("llama3.2", "3b", _SELECTIVE),
+    "Llama 3.2 1B, fp32, none": _1B | _NONE,
+    "OLMoE 7B-A1B, fp32, selective": _model("olmoe", "7b-a1b", _SELECTIVE, batch=1),
+    "GPT-OSS 20B, LoRA, full": _model("gpt-oss", "20b", _LORA, _FULL, batch=1),
+    "Gemma 2 2B, bf16, full": _model("gemma2", "2b", _BF16, _FULL),
+    "Gemma 3 4B, bf16, selective": _model("gemma3", "4b", _BF16, _SELECTIVE),
+    "Qwen3 4B, bf16, full, eager": _model("qwen3", "4b", _BF16, _FULL, _EAGER),
+    "Phi-3 mini, bf16, selective": _model("phi", "3-mini-4k", _BF16, _SELECTIVE),
+    "Llama 3.2 1B, fp32, none, eager": _1B | _NONE | _EAGER,
+    "Llama 3 8B, bf16, selective, eager": _model("llama3", "8b", _BF16, _SELECTIVE, _EAGER),
+    "Llama 3 8B, bf16, selective, 4,096 tokens of the loss at once": _model(
+        "llama3", "8b", _BF16, _SELECTIVE, {"training.loss_chunk_tokens": "4096"}
+    ),
+    "OLMoE 7B-A1B, bf16, selective, eager": _model("olmoe", "7b-a1b", _BF16, _SELECTIVE, _EAGER),
 }
+"""Name of a row of the part "speed" -> its settings. Goals on one H200, in tokens/s: 12,500 for the first row, 30,000 for OLMoE
+in bf16, 10,000 for Qwen3 30B-A3B."""
+PROFILED = ("Llama 3 8B, bf16, selective", "OLMoE 7B-A1B, bf16, selective")
+"""Rows of the part "profile"."""
 _TINY = {
     **{"model.name": "llama3", "model.size": "debug", "training.seq_len": "128"},
     **{"model.overrides.dim": "256", "model.overrides.hidden_dim": "768"},  # 8-bit moments need rows of 256 values
@@ -100,8 +154,8 @@ class Session:
             raise Failed((done.stderr.strip() or done.stdout.strip() or "no output").splitlines()[-1])
         return done.stdout
 
-    def settings(self, model: str, **changes: str) -> dict[str, str]:
-        """Return the settings of a run without checkpoints. model: key of _MODELS; tiny sessions use the debug model instead."""
+    def settings(self, model: Mapping[str, str], **changes: str) -> dict[str, str]:
+        """Return the settings of a run without checkpoints. model: settings; tiny sessions use the debug model instead."""
         common = {
             "training.seq_len": "4096",
             "training.local_batch_size": "2",
@@ -113,7 +167,8 @@ class Session:
             "checkpoint.enabled": "false",
         }
         tiny = {"training.steps": "3", "training.compute_dtype": "fp32"}  # many CPUs have no fast bf16
-        return common | (_TINY | tiny if self.tiny else _MODELS[model]) | changes
+        kept = {name: value for name, value in model.items() if not name.startswith("model.")}
+        return common | (kept | _TINY | tiny if self.tiny else model) | changes
 
     def train(self, name: str, settings: Mapping[str, str]) -> Path:
         """Train and return the run folder."""
@@ -122,11 +177,42 @@ class Session:
         return folder
 
     def measure(self, name: str, settings: Mapping[str, str]) -> Row:
-        """Train and return the throughput and the memory of the last steps."""
-        records = _records(self.train(name, settings), "train")
+        """Train and return the throughput and the memory of the last steps. Adapters get a base model with random weights."""
+        if "lora.rank" in settings:
+            with tempfile.TemporaryDirectory(dir=self.out) as folder:
+                base = write_random_model(settings, Path(folder) / "base")
+                run = self.train(name, {**settings, "checkpoint.init_from": str(base)})
+        else:
+            run = self.train(name, settings)
+        records = _records(run, "train")
         last = records[len(records) // 2 :]
         names = [n for n in last[-1] if n.endswith(("_time_s", "_gib", "_percent")) or n == "tokens_per_second"]
         return {n: statistics.median(r[n] for r in last) for n in names}
+
+
+def write_random_model(settings: Mapping[str, str], folder: Path) -> Path:
+    """Write a checkpoint of a model with random weights in bf16, and return the folder.
+
+    Args:
+        settings: Of a run. Those of adapters have no effect.
+        folder: Is created.
+    """
+    full = {name: value for name, value in settings.items() if not name.startswith("lora.")}
+    resolved = resolve(load_config(flags(full)), 1)
+    values = torch.empty(2**24).normal_(std=0.02).bfloat16()  # they repeat: drawing all of them would take minutes
+
+    def pieces(num_values: int) -> Iterator[Tensor]:
+        for start in range(0, num_values, len(values)):
+            yield values[: num_values - start]
+
+    entries = [
+        TensorWrite(f"model/{name}", torch.bfloat16, tuple(weight.shape), partial(pieces, weight.numel()))
+        for name, weight in saved_weights(meta_model(resolved.spec.model, resolved.sizes)).items()
+    ]
+    seq_len = int(settings["training.seq_len"])
+    model = ModelMetadata(resolved.family, asdict(resolved.sizes), seq_len, seq_len, "", (), {}, {}, ())
+    write_model(folder, entries, {MODEL_FILE: model.text().encode()}, 5 * GIB, "random values")
+    return folder
 
 
 def tests(session: Session) -> Iterator[tuple[str, Task]]:
@@ -155,10 +241,11 @@ def parity(session: Session) -> Iterator[tuple[str, Task]]:
         },
     }
     steps = {"training.steps": "3" if session.tiny else "20", "training.global_batch_size": "8"}
+    steps["training.cpu_threads"] = str(max(1, cores() // CONCURRENT["parity"]))
     for name, changes in variants.items():
 
         def run(name: str = name, changes: Mapping[str, str] = changes) -> Row:
-            settings = session.settings("1b", **_TINY | steps | {"training.compute_dtype": "fp32"} | changes)
+            settings = session.settings(_1B, **_TINY | steps | {"training.compute_dtype": "fp32"} | changes)
             losses = []
             for device in ("auto", "cpu"):
                 folder = session.train(f"parity {name} {device}", settings | {"run.device": device})
@@ -169,38 +256,56 @@ def parity(session: Session) -> Iterator[tuple[str, Task]]:
         yield name, run
 
 
-def _matrix(session: Session, models: Sequence[str]) -> Iterator[tuple[str, dict[str, str]]]:
-    for model in models:
-        for compiled in ("true", "false"):
-            for mode in _MODES:
-                changes = {"compile.enabled": compiled, "activation_checkpoint.mode": mode}
-                name = f"{model}, {mode}, {'compiled' if compiled == 'true' else 'eager'}"
-                yield name, session.settings(model, **changes)
-
-
 def speed(session: Session) -> Iterator[tuple[str, Task]]:
-    for name, settings in _matrix(session, list(_MODELS)):
-        yield name, lambda name=name, settings=settings: session.measure(f"speed {name}", settings)
+    for name, model in SPEED.items():
+        yield name, lambda name=name, model=model: session.measure(f"speed {name}", session.settings(model))
 
 
 def plan(session: Session) -> Iterator[tuple[str, Task]]:
-    """Compare the planned peak with the measured one."""
-    for name, settings in _matrix(session, ["1b", "8b"]):
+    """Compare the planned peaks with those that the part "speed" has measured."""
+    measured = {row["row"]: row["memory_peak_gib"] for row in session.read_rows("speed") if "error" not in row}
+    for name, model in SPEED.items():
 
-        def run(name: str = name, settings: dict[str, str] = settings) -> Row:
-            planned = json.loads(
-                session.run("scripts/plan.py", "--json", "--world-size", 1, "--device", "h200", *flags(settings))
-            )
-            measured = session.measure(f"plan {name}", settings)["memory_peak_gib"]
-            peak = max(rank["peak_bytes"] for rank in planned["ranks"]) / GIB
-            return {"planned GiB": peak, "measured GiB": measured, "planned / measured": peak / measured}
+        def run(name: str = name, model: Mapping[str, str] = model) -> Row:
+            base = {"checkpoint.init_from": "a base model that need not exist"} if "lora.rank" in model else {}
+            words = ("--json", "--world-size", 1, "--device", "h200", *flags(session.settings(model, **base)))
+            ranks = json.loads(session.run("scripts/plan.py", *words))["ranks"]
+            peak = max(rank["peak_bytes"] for rank in ranks) / GIB
+            if name not in measured:
+                return {"planned GiB": peak}
+            return {"planned GiB": peak, "measured GiB": measured[name], "planned / measured": peak / measured[name]}
 
         yield name, run
 
 
+def profile(session: Session) -> Iterator[tuple[str, Task]]:
+    """List the kernels on which a step spends most time."""
+    for name in PROFILED:
+
+        def run(name: str = name) -> Row:
+            settings = session.settings(SPEED[name], **{"profiling.first_step": "2" if session.tiny else "6"})
+            (trace,) = (session.train(f"profile {name}", settings) / "profiles").glob("*.json.gz")
+            with gzip.open(trace) as file:
+                events = json.load(file)["traceEvents"]
+            return longest_kernels(events)
+
+        yield name, run
+
+
+def longest_kernels(events: Sequence[Mapping[str, Any]], number: int = 12) -> Row:
+    """Return the shares of the kernels with the longest total time in a trace. number: of these kernels."""
+    times: Counter[str] = Counter()
+    for event in events:
+        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
+            times[event["name"]] += event["dur"]
+    total = times.total()
+    shares = (f"{time / total:.1%} {name[:70]}" for name, time in times.most_common(number))
+    return {"kernels_s": total / 1e6, "longest": "; ".join(shares)}
+
+
 def memory(session: Session) -> Iterator[tuple[str, Task]]:
     """Add memory techniques one after another."""
-    baseline = settings = session.settings("1b", **BASELINE)
+    baseline = settings = session.settings(_1B, **BASELINE)
     yield "baseline", lambda: session.measure("memory baseline", baseline)
     for name, changes in TECHNIQUES.items():
         settings = settings | changes
@@ -212,7 +317,7 @@ def saves(session: Session) -> Iterator[tuple[str, Task]]:
 
         def run(mode: str = mode) -> Row:
             changes = {"checkpoint.enabled": "true", "checkpoint.async_mode": mode, "checkpoint.interval_steps": "2"}
-            folder = session.train(f"saves {mode}", session.settings("1b", **changes, **{"checkpoint.keep": "1"}))
+            folder = session.train(f"saves {mode}", session.settings(_1B, **changes, **{"checkpoint.keep": "1"}))
             records = _records(folder, "checkpoint")
             return {key: statistics.median(r[key] for r in records) for key in ("blocked_s", "background_s")}
 
@@ -239,7 +344,7 @@ def peers(session: Session) -> Iterator[tuple[str, Task]]:
 
 def generation(session: Session) -> Iterator[tuple[str, Task]]:
     def run() -> Row:
-        folder = session.train("generation", session.settings("1b", **{"checkpoint.enabled": "true"}))
+        folder = session.train("generation", session.settings(_1B, **{"checkpoint.enabled": "true"}))
         times = []
         for tokens in (1, 65 if session.tiny else 257):
             start = time.monotonic()
@@ -255,6 +360,7 @@ PARTS: dict[str, Callable[[Session], Iterator[tuple[str, Task]]]] = {
     "parity": parity,
     "speed": speed,
     "plan": plan,
+    "profile": profile,
     "memory": memory,
     "peers": peers,
     "saves": saves,
@@ -267,19 +373,25 @@ def run_part(part: str, session: Session) -> bool:
     """Measure the rows of a part that the results do not have yet. Return whether all rows of the part were measured."""
     finished = {row["row"] for row in session.read_rows(part) if "error" not in row}
     session.end, complete = time.monotonic() + PART_SECONDS, True
-    for row, task in PARTS[part](session):
-        if row in finished:
-            continue
+    tasks = {row: task for row, task in PARTS[part](session) if row not in finished}
+
+    def measure(row: str) -> Row | None:
         if time.monotonic() > session.end:
-            print(f"{part}: no time is available for {row}; call the script again", flush=True)
-            return False
+            return None
         try:
-            values = task()
+            return tasks[row]()
         except (Failed, OSError, KeyError, ValueError, ArithmeticError) as error:
-            values, complete = {"error": str(error) or repr(error)}, False
-        print(f"{part}, {row}: {values}", flush=True)
-        with session.results.open("a") as file:
-            file.write(json.dumps({"part": part, "row": row} | session.label | values) + "\n")
+            return {"error": str(error) or repr(error)}
+
+    with ThreadPoolExecutor(CONCURRENT.get(part, 1)) as pool:
+        for row, values in zip(tasks, pool.map(measure, tasks), strict=True):
+            if values is None:
+                print(f"{part}: no time is available for {row}; call the script again", flush=True)
+                return False
+            complete = complete and "error" not in values
+            print(f"{part}, {row}: {values}", flush=True)
+            with session.results.open("a") as file:
+                file.write(json.dumps({"part": part, "row": row} | session.label | values) + "\n")
     return complete
 
 

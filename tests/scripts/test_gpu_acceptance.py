@@ -3,7 +3,7 @@
 import pytest
 
 from scripts.dev import gpu_acceptance
-from scripts.dev.gpu_acceptance import PARTS, Failed, Session, markdown, run_part
+from scripts.dev.gpu_acceptance import PARTS, SPEED, Failed, Session, markdown, run_part
 from trainer.config.load import load_config
 
 
@@ -83,5 +83,7 @@ def test_every_row_starts_a_command_and_trains_with_valid_settings(part, tiny, t
 def test_throughput_and_memory_are_those_of_a_real_run(tmp_path, corpus):
     session = Session(tmp_path, tiny=True)
     data = {"data.dataset": "text", "data.path": str(corpus), "data.store_folder": str(tmp_path)}
-    row = session.measure("run", session.settings("8b", **data, **{"training.global_batch_size": "2"}))
+    row = session.measure(
+        "run", session.settings(SPEED["Llama 3 8B, LoRA, full"], **data, **{"training.global_batch_size": "2"})
+    )
     assert row["tokens_per_second"] > 0 and row["memory_peak_gib"] > 0
