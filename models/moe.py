@@ -4,7 +4,7 @@ No token is dropped, so a token's result does not depend on the other tokens of 
 """
 
 from collections.abc import Callable
-from typing import ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -185,7 +185,33 @@ class MixtureOfExperts(nn.Module):
         slots = routing.experts.flatten()  # one slot for each token and each of its experts
         order = slots.argsort(stable=True)
         counts = slots.new_zeros(self.n_experts).scatter_add_(0, slots, torch.ones_like(slots))
-        rows = x.flatten(0, -2).repeat_interleave(weights.shape[-1], 0)[order]  # (slots, dim), by expert
-        results = self.exchange(self.experts, rows, counts)[order.argsort()].view(*weights.shape, -1)
+        inverse = order.argsort()
+        rows = permute(
+            x.flatten(0, -2).repeat_interleave(weights.shape[-1], 0), order, inverse
+        )  # (slots, dim), by expert
+        results = permute(self.exchange(self.experts, rows, counts), inverse, order).view(*weights.shape, -1)
         # The sum runs in the order of the token's own experts and in fp32, so it does not depend on the layout.
         return (results * weights[..., None]).sum(-2).type_as(x)
+
+
+def permute(rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+    """Return rows[order]. Backward gathers too: torch's own would add each row to zeros, on a GPU in no fixed order.
+
+    Args:
+        rows: (rows, dim).
+        order: A permutation, (rows,), int64.
+        inverse: Its inverse, (rows,), int64.
+    """
+    return _Permute.apply(rows, order, inverse)
+
+
+class _Permute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
+        return rows[order]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        (inverse,) = ctx.saved_tensors
+        return gradient[inverse], None, None

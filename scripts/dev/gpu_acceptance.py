@@ -129,6 +129,8 @@ class Session:
     """Values that the rows of one table have in common."""
     end: float = math.inf
     """Time at which the current part ends, as a result of time.monotonic."""
+    rows: Sequence[str] = ("",)
+    """Texts of which a row's name must contain one."""
 
     @property
     def results(self) -> Path:
@@ -373,7 +375,8 @@ def run_part(part: str, session: Session) -> bool:
     """Measure the rows of a part that the results do not have yet. Return whether all rows of the part were measured."""
     finished = {row["row"] for row in session.read_rows(part) if "error" not in row}
     session.end, complete = time.monotonic() + PART_SECONDS, True
-    tasks = {row: task for row, task in PARTS[part](session) if row not in finished}
+    named = {row: task for row, task in PARTS[part](session) if any(text in row for text in session.rows)}
+    tasks = {row: task for row, task in named.items() if row not in finished}
 
     def measure(row: str) -> Row | None:
         if time.monotonic() > session.end:
@@ -412,6 +415,8 @@ def main() -> None:
     parser.add_argument(
         "--parts", nargs="+", choices=list(PARTS), default=list(PARTS), metavar="NAME", help="parts to run"
     )
+    rows_help = "measure only rows whose names contain one of these texts"
+    parser.add_argument("--rows", nargs="+", default=[""], metavar="TEXT", help=rows_help)
     out_help = "folder for results.jsonl and for the runs"
     parser.add_argument("--out", type=Path, default=ROOT / "outputs" / "gpu_acceptance", metavar="PATH", help=out_help)
     parser.add_argument("--tiny", action="store_true", help="use the debug model for everything")
@@ -423,7 +428,7 @@ def main() -> None:
     except Failed as error:
         parser.error(str(error))
     label = {"tiny": args.tiny, "device": device, "commit": now["git_commit"], "torch": now["packages"]["torch"]}
-    session = Session(out, args.tiny, label)
+    session = Session(out, args.tiny, label, rows=args.rows)
     with session.results.open("a") as file:
         file.write(json.dumps({"environment": now} | label) + "\n")
     complete = [run_part(part, session) for part in args.parts]

@@ -95,12 +95,13 @@ def balanced(config, documents):
     meshes = Meshes(ParallelDims.from_config(ParallelConfig(), 1), CPU, has_experts=True)
     x = torch.randn(len(documents), 8, SIZES.dim)[:, : len(documents[0])]
     context = Context.of(torch.zeros(x.shape[:2], dtype=torch.int64))._replace(documents=torch.tensor(documents))
-    apply_balance(mixture, config, global_batch_size=len(documents), meshes=meshes)
+    apply_balance(mixture, config, global_batch_size=len(documents), meshes=meshes, device=CPU)
     routing = mixture.router(x)
     mixture(x, context).sum().backward()
     with torch.no_grad():
         mixture(x, context)  # an evaluation counts nothing
-    return routing, mixture.balance.take(), mixture.router.weight.grad, mixture
+    totals = mixture.balance.totals
+    return routing, (totals[:-2], totals[-2:]), mixture.router.weight.grad, mixture
 
 
 def losses_of_one_sample():
@@ -134,12 +135,12 @@ def test_padding_is_in_no_loss_and_no_count(ranks):
 def metrics_of_load():
     *_, mixture = balanced(ExpertsConfig(), [[0] * 4])
     layers = torch.nn.ModuleDict({"0": mixture, "1": MixtureOfExperts(SIZES)})
-    apply_balance(layers["1"], ExpertsConfig(), 1, Meshes(ParallelDims.from_config(ParallelConfig(), 1), CPU))
+    apply_balance(layers["1"], ExpertsConfig(), 1, Meshes(ParallelDims.from_config(ParallelConfig(), 1), CPU), CPU)
     load = Load([layers], SIZES, ExpertsConfig(), CPU)
     for layer, counts in ((0, [4, 0, 4, 0]), (1, [2, 2, 2, 2])):
         balance = layers[str(layer)].balance
         assert isinstance(balance, Balance)
-        balance.count(torch.tensor(counts), torch.zeros(2))
+        balance.totals.copy_(torch.tensor([*counts, 0, 0]))
     return {name: value.item() for name, value in load.take(1).items()}, load.take(1)["idle_experts"].item()
 
 

@@ -43,6 +43,13 @@ def test_rows_of_another_size_or_commit_are_measured_again(tmp_path, monkeypatch
     assert not run_part("fake", Session(tmp_path, True, label | {"commit": "two"}))
 
 
+def test_rows_are_chosen_by_a_part_of_their_names(tmp_path, monkeypatch):
+    part_of(monkeypatch, {"a, full": fail, "a, none": lambda: {"x": 1.0}, "b, none": fail})
+    session = Session(tmp_path, tiny=True, rows=["a, n"])
+    assert run_part("fake", session)
+    assert [row["row"] for row in session.read_rows("fake")] == ["a, none"]
+
+
 def test_a_part_stops_when_its_time_is_used_up(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(gpu_acceptance, "PART_SECONDS", -1)
     part_of(monkeypatch, {"a": lambda: {"x": 1.0}})

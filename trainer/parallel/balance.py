@@ -23,13 +23,17 @@ from trainer.runtime.distributed import sum_over
 class Balance(nn.Module):
     """Attaches the losses of one layer's router, and counts the assignments of tokens to its experts."""
 
-    def __init__(self, config: ExpertsConfig, global_batch_size: int, meshes: Meshes):
+    def __init__(
+        self, config: ExpertsConfig, global_batch_size: int, meshes: Meshes, n_experts: int, device: torch.device
+    ):
         """Read the settings.
 
         Args:
             config: Coefficients of the losses.
             global_batch_size: Samples per step, by which the losses are divided.
             meshes: The device meshes.
+            n_experts: Number of the layer's experts.
+            device: Of the statistics.
         """
         super().__init__()
         self.balance_loss, self.z_loss = config.balance_loss, config.z_loss
@@ -38,10 +42,9 @@ class Balance(nn.Module):
         self.tp_rank, self.tp_ranks = tp.get_local_rank(), tp.size()
         self.groups = [axis.get_group() for axis in (tp, cp) if axis.size() > 1]
         """Groups of ranks that have different tokens of the same samples."""
-        self.counts: Tensor | None = None
-        """Number of valid tokens sent to each expert in this step, by this rank, (experts,), int64."""
-        self.values: Tensor | None = None
-        """Sum over this rank's samples of its parts of the balance loss and of the z-loss, (2,), fp32."""
+        self.totals = torch.zeros(n_experts + 2, dtype=torch.float64, device=device)
+        """Sums over this rank's part of the step: number of valid tokens sent to each expert, balance loss and z-loss of the
+        samples, (experts + 2,). Numbers of tokens are exact in fp64."""
 
     def forward(self, routing: Routing, context: Context) -> Tensor:
         """Return the weights, from whose gradient the losses' backward starts."""
@@ -53,7 +56,8 @@ class Balance(nn.Module):
         counts.scatter_add_(1, experts, valid[..., None].expand_as(routing.experts).flatten(1).long())
         losses = self._losses(routing, valid, counts)  # (2,)
         coefficients = losses.new_tensor([self.balance_loss, self.z_loss]) / self.num_samples
-        return _Attach.apply(routing.weights, losses @ coefficients, self, counts.sum(0), losses.detach())
+        statistics = torch.cat([counts.sum(0).double(), losses.detach().double()])
+        return _Attach.apply(routing.weights, losses @ coefficients, self.totals, statistics)
 
     def _losses(self, routing: Routing, valid: Tensor, counts: Tensor) -> Tensor:
         """Return this rank's part of the balance loss and of the z-loss, each summed over the samples, (2,).
@@ -83,40 +87,37 @@ class Balance(nn.Module):
             z = (squares.sum(1) / num_tokens).sum()
         return torch.stack([balance, z])
 
-    def count(self, counts: Tensor, values: Tensor) -> None:
-        """Add the statistics of a microbatch to those of the step."""
-        self.counts = counts if self.counts is None else self.counts + counts
-        self.values = values if self.values is None else self.values + values
-
-    def take(self) -> tuple[Tensor | None, Tensor | None]:
-        """Return `counts` and `values` of the step, and start the next step."""
-        taken, self.counts, self.values = (self.counts, self.values), None, None
-        return taken
-
 
 class _Attach(torch.autograd.Function):
     """The weights, unchanged. Their backward also starts that of the loss, and counts a microbatch once: an evaluation has no
-    backward, a recomputed forward has one, and zero-bubble schedules run it twice."""
+    backward, a recomputed forward has one, and zero-bubble schedules run it twice.
+
+    The totals change in place, because the compiler traces no change of a module's attribute inside a recomputed block."""
 
     @staticmethod
-    def forward(ctx: Any, weights: Tensor, loss: Tensor, balance: Balance, counts: Tensor, values: Tensor) -> Tensor:
-        ctx.save_for_backward(counts, values)
-        ctx.balance = balance
+    def forward(ctx: Any, weights: Tensor, loss: Tensor, totals: Tensor, statistics: Tensor) -> Tensor:
+        ctx.save_for_backward(statistics)
+        ctx.totals, ctx.is_counted = (
+            totals,
+            False,
+        )  # not saved for backward: that of another microbatch may change them before
         return weights.view_as(weights)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
-        if ctx.balance is not None:
-            ctx.balance.count(*ctx.saved_tensors)
-            ctx.balance = None
-        return gradient, gradient.new_ones((), dtype=torch.float32), None, None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        if not ctx.is_counted:
+            ctx.totals.add_(*ctx.saved_tensors)
+            ctx.is_counted = True
+        return gradient, gradient.new_ones((), dtype=torch.float32), None, None
 
 
-def apply_balance(model: nn.Module, config: ExpertsConfig, global_batch_size: int, meshes: Meshes) -> None:
-    """Give each mixture of experts its losses and statistics, in place."""
+def apply_balance(
+    model: nn.Module, config: ExpertsConfig, global_batch_size: int, meshes: Meshes, device: torch.device
+) -> None:
+    """Give each mixture of experts its losses and statistics, in place. See Balance for the arguments."""
     for module in model.modules():
         if isinstance(module, MixtureOfExperts):
-            module.balance = Balance(config, global_batch_size, meshes)
+            module.balance = Balance(config, global_batch_size, meshes, module.n_experts, device)
 
 
 class Load:
@@ -157,9 +158,8 @@ class Load:
         """
         packed = torch.zeros(self.shape[0], self.shape[1] + 2, dtype=torch.float64, device=self.device)
         for layer, mixture in self.layers.items():
-            counts, values = mixture.balance.take()
-            if counts is not None:
-                packed[self.rows[layer]] = torch.cat([counts.double(), values.double()])
+            packed[self.rows[layer]] = mixture.balance.totals
+            mixture.balance.totals.zero_()
         packed = sum_over(packed, dist.group.WORLD)
         counts, losses = packed[:, :-2], packed[:, -2:].mean(0) / num_samples
         self.counts = counts

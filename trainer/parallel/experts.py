@@ -15,7 +15,7 @@ from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from models.moe import Experts, MixtureOfExperts, Router
+from models.moe import Experts, MixtureOfExperts, Router, permute
 from trainer.parallel.activation_checkpoint import Forward
 from trainer.parallel.tensor import Local
 
@@ -45,7 +45,8 @@ class AllToAllExchange(nn.Module):
         expert_of = torch.arange(num_experts, device=counts.device).repeat(self.ranks)
         expert_of = expert_of.repeat_interleave(received.flatten(), output_size=sum(sizes_received))
         order = expert_of.argsort(stable=True)
-        results = experts(arrived[order], received.sum(0))[order.argsort()]
+        inverse = order.argsort()
+        results = permute(experts(permute(arrived, order, inverse), received.sum(0)), inverse, order)
         return wait_tensor(all_to_all_single_autograd(results, sizes_sent, sizes_received, self.group))
 
 
