@@ -89,14 +89,14 @@ SPEED = {
     "GPT-OSS 20B, LoRA, full": _model("gpt-oss", "20b", _LORA, _FULL, batch=1),
     "Gemma 2 2B, bf16, full": _model("gemma2", "2b", _BF16, _FULL),
     "Gemma 3 4B, bf16, selective": _model("gemma3", "4b", _BF16, _SELECTIVE),
-    "Qwen3 4B, bf16, full, eager": _model("qwen3", "4b", _BF16, _FULL, _EAGER),
+    "Qwen3 4B, bf16, eager, full": _model("qwen3", "4b", _BF16, _FULL, _EAGER),
     "Phi-3 mini, bf16, selective": _model("phi", "3-mini-4k", _BF16, _SELECTIVE),
-    "Llama 3.2 1B, fp32, none, eager": _1B | _NONE | _EAGER,
-    "Llama 3 8B, bf16, selective, eager": _model("llama3", "8b", _BF16, _SELECTIVE, _EAGER),
+    "Llama 3.2 1B, fp32, eager, none": _1B | _NONE | _EAGER,
+    "Llama 3 8B, bf16, eager, selective": _model("llama3", "8b", _BF16, _SELECTIVE, _EAGER),
     "Llama 3 8B, bf16, selective, 4,096 tokens of the loss at once": _model(
         "llama3", "8b", _BF16, _SELECTIVE, {"training.loss_chunk_tokens": "4096"}
     ),
-    "OLMoE 7B-A1B, bf16, selective, eager": _model("olmoe", "7b-a1b", _BF16, _SELECTIVE, _EAGER),
+    "OLMoE 7B-A1B, bf16, eager, selective": _model("olmoe", "7b-a1b", _BF16, _SELECTIVE, _EAGER),
 }
 """Name of a row of the part "speed" -> its settings. Goals on one H200, in tokens/s: 12,500 for the first row, 30,000 for OLMoE
 in bf16, 10,000 for Qwen3 30B-A3B."""
