@@ -1,18 +1,30 @@
 """Compiled blocks: recomputed gathers, one shared graph, unchanged parameter names."""
 
+from functools import partial
+from unittest.mock import patch
+
 import pytest
 import torch
 from torch._dynamo.utils import counters
 from torch.profiler import ProfilerActivity, profile
 
+from models import MODELS
 from models.llama import LlamaSizes
-from tests.parallel.tiny_models import build_model, inputs, reference
-from trainer.config import ActivationCheckpointConfig, ParallelConfig
+from models.moe import MixtureOfExperts
+from models.spec import meta_model
+from tests.parallel.tiny_models import CPU, build_model, inputs, reference
+from trainer.config import ActivationCheckpointConfig, ExpertsConfig, ParallelConfig
 from trainer.objective.cross_entropy import CrossEntropyHead
-from trainer.parallel.parallelize import configure_compiler
+from trainer.parallel.attention import CPU_BACKEND
+from trainer.parallel.balance import apply_balance
+from trainer.parallel.init_weights import allocate, initialize
+from trainer.parallel.mesh import Meshes, ParallelDims
+from trainer.parallel.parallelize import configure_compiler, parallelize
+from trainer.parallel.pipeline import Stage
 
 SIZES = LlamaSizes(dim=36, n_layers=3, n_heads=6, n_kv_heads=2, hidden_dim=46, vocab_size=61)
 """Not multiples of the vector width. The vocabulary is sharded unevenly."""
+MODES = ("none", "selective", "full")
 SHAPE = {"batch": 3, "seq": 14}
 
 
@@ -58,6 +70,44 @@ def test_compiled_blocks_share_a_graph_and_recompute_gathers_as_configured(ranks
     for name, parameter in model.named_parameters():
         for gradients in (saved_gradients, recomputed_gradients):
             torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-4, atol=1e-4)
+
+
+def step_of_experts(mode, compiled):
+    """Return gradients and statistics of a step of a model with dense blocks and blocks with experts on one rank."""
+    torch._dynamo.reset()
+    spec = MODELS["deepseek-v3"]
+    sizes = spec.sizes["debug"]
+    plan = meta_model(spec.model, sizes).plan()
+    parallel, checkpointing = ParallelConfig(), ActivationCheckpointConfig(mode=mode)
+    meshes = Meshes(ParallelDims.from_config(parallel, 1), CPU, has_experts=True)
+    stages = [Stage(0, 1, range(sizes.n_layers))]
+    with patch("torch.compile", partial(torch.compile, backend="aot_eager")):  # graphs as the compiler gets them
+        (model,) = parallelize(
+            *(lambda: spec.model(sizes), plan, stages, meshes, parallel, checkpointing, compiled, "fp32"),
+            *(16, False, CPU_BACKEND),
+        ).values()
+        allocate(model, CPU)
+        initialize(model, seed=0)
+        apply_balance(model, ExpertsConfig(balance_loss=0.01, z_loss=0.01), 2, meshes, CPU)
+        batch = inputs(sizes)
+        for _ in range(2):
+            model(*batch, head=CrossEntropyHead(batch[0], 1024)).backward()
+    totals = [module.balance.totals for module in model.modules() if isinstance(module, MixtureOfExperts)]
+    return {name: p.grad for name, p in model.named_parameters()}, torch.stack(totals)
+
+
+def steps_of_experts():
+    eager, compiled = (step_of_experts("none", False), [step_of_experts(mode, True) for mode in MODES])
+    return eager, compiled
+
+
+def test_a_block_with_experts_is_one_graph_whatever_it_recomputes(ranks):
+    """A break in a graph raises an exception, except around a checkpoint: torch would run the complete block eagerly."""
+    (((gradients, totals), compiled),) = ranks(1).run(steps_of_experts)
+    assert totals[:, :-2].sum() == 2 * 2 * 16 * 2 * len(totals)
+    for compiled_gradients, compiled_totals in compiled:
+        torch.testing.assert_close(compiled_totals, totals)
+        torch.testing.assert_close(compiled_gradients, gradients, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize(("mode", "budget"), [("budget", 0.25), ("none", 1.0)])

@@ -93,7 +93,7 @@ def block_forward(
         compiled: Whether to compile the block.
         checkpoint_outside: Whether full recomputation wraps the compiled block. Inside the block, backward does not repeat the
             last matrix product, whose result it does not need.
-        fullgraph: Whether the block is one graph. False: it has experts, between whose graphs their own FSDP unit is gathered.
+        fullgraph: Whether the block is one graph. False: the graph of its experts may break.
     """
     if policy == "selected":
         forward = recompute_except(config.save, config.save_every_nth_matmul, forward)

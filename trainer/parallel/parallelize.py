@@ -50,7 +50,8 @@ def parallelize(
         attention: kernels and masks of this device.
         blocks: recomputation and compilation see sharded matrices. Recomputation is compiled with the block, except full
             activation checkpointing with tensor parallelism: torch 2.13 fails on DTensors in a checkpoint inside a compiled
-            block.
+            block. It also wraps blocks with experts whose graph breaks and, with torch < 2.13, all blocks with experts: there,
+            a checkpoint inside the graph saves the experts' results.
         FSDP: last, because it shards what remains.
 
     Args:
@@ -72,14 +73,19 @@ def parallelize(
     configure_compiler(checkpointing, tp.get_group() if overlapped else None)
     gathers = cp.size() > 1 or (tp.size() > 1 and parallel.sequence_parallel)
     sharded = shards_parameters(meshes.dims, plan, parallel)
+    is_one_graph = experts_are_one_graph(meshes.dims, plan, parallel)
     offloader = InputOffloader(torch.device(meshes.model.device_type))
     model_parts = {}
     for stage in stages:
-        policies = {str(index): recompute_policy(index, checkpointing, gathers, compiled) for index in stage.blocks}
-        recompute_gathers = {name for name, policy in policies.items() if policy == "gathers"}
         with torch.device("meta"):
             model = make_model()
         prune_to_stage(model, plan, stage)
+        sparse = {name for name, block in _blocks(model, plan).items() if _has_experts(block)}
+        policies = {}
+        for index in stage.blocks:
+            whole = is_one_graph or str(index) not in sparse
+            policies[str(index)] = recompute_policy(index, checkpointing, gathers, compiled and whole)
+        recompute_gathers = {name for name, policy in policies.items() if policy == "gathers"}
         if not compiled:
             apply_gated_products(model)
             apply_complex_rotation(model)
@@ -89,10 +95,13 @@ def parallelize(
             apply_experts(model, tp, meshes.experts["ep"], parallel.sequence_parallel)
         adapt(model)
         apply_attention(model, plan, cp, seq_len, document_mask, DTYPES[dtype], attention_backend, recompute_gathers)
-        blocks = dict(model.get_submodule(plan.blocks_path).named_children())
+        blocks = _blocks(model, plan)
         for name, block in blocks.items():
-            dense = not any(isinstance(module, MixtureOfExperts) for module in block.modules())
-            block.forward = block_forward(block.forward, policies[name], checkpointing, compiled, tp.size() > 1, dense)
+            whole = is_one_graph or name not in sparse
+            # torch would run a checkpoint around a break eagerly, with a policy that is meant for the compiler.
+            compiles = compiled and (whole or policies[name] in ("nothing", "all"))
+            outside = tp.size() > 1 or not whole or (name in sparse and torch.__version__ < (2, 13))
+            block.forward = block_forward(block.forward, policies[name], checkpointing, compiles, outside, whole)
         if checkpointing.offload_inputs:
             offloader.apply([block for name, block in blocks.items() if policies[name] == "all"])
         if sharded:
@@ -101,6 +110,20 @@ def parallelize(
             cast_parameters(model, plan, DTYPES[dtype])
         model_parts[stage] = model
     return model_parts
+
+
+def _blocks(model: nn.Module, plan: ParallelPlan) -> dict[str, nn.Module]:
+    return dict(model.get_submodule(plan.blocks_path).named_children())
+
+
+def _has_experts(block: nn.Module) -> bool:
+    return any(isinstance(module, MixtureOfExperts) for module in block.modules())
+
+
+def experts_are_one_graph(dims: ParallelDims, plan: ParallelPlan, parallel: ParallelConfig) -> bool:
+    """Return whether a block with experts can be compiled as one graph. Its graph breaks where FSDP gathers the experts, which
+    are a unit of their own, and where the host reads the numbers of rows that ranks exchange."""
+    return dims.ep == 1 and not shards_parameters(dims, plan, parallel)
 
 
 def shards_parameters(dims: ParallelDims, plan: ParallelPlan, parallel: ParallelConfig) -> bool:

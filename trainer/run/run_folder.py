@@ -24,6 +24,7 @@ from trainer.config import Config, ConfigError, errors_about
 from trainer.config.model_source import resolve_checkpoint
 from trainer.config.render import to_toml
 from trainer.data.build import Datasets
+from trainer.parallel.parallelize import experts_are_one_graph
 from trainer.run.resolve import ResolvedRun
 from trainer.run.text_format import TextFormat
 from trainer.runtime import device as devices
@@ -259,10 +260,12 @@ def log_summary(
 ) -> None:
     """Log the model and the device of the run. attention: name of the attention kernel."""
     dims, training = resolved.dims, config.training
+    has_breaks = resolved.plan.has_experts and not experts_are_one_graph(dims, resolved.plan, config.parallel)
+    compiled = f", compiled{' except around experts' * has_breaks}," if resolved.compiled else ""
     trained = "all" if resolved.num_trained == resolved.num_parameters else f"{resolved.num_trained:,}"
     console.info(
         f"{config.run.name}: {resolved.model_name}, {resolved.num_parameters:,} parameters, {trained} trained, computing in "
-        f"{training.compute_dtype}{', compiled,' * resolved.compiled} on {dims.world_size} x {devices.name(device)} "
+        f"{training.compute_dtype}{compiled} on {dims.world_size} x {devices.name(device)} "
         f"({dims}), {'bitwise deterministic' if deterministic else 'deterministic up to rounding'}, "
         f"attention: {attention}"
     )
