@@ -29,6 +29,7 @@ from trainer.config import Config, ConfigError
 from trainer.config.fields import settings
 from trainer.config.load import load_config
 from trainer.config.toml_text import toml_value
+from trainer.parallel import parallelize
 from trainer.run.resolve import resolve, resolve_model
 from trainer.system.files import read_json_lines
 from trainer.testing.bugs import BUGS, Bug
@@ -156,7 +157,11 @@ def train(argv: Sequence[str], decisions: Mapping[int, Decisions] = {}, bug: str
     config, cpu = load_config(argv), torch.device("cpu")
     resolved = resolve(config, dist.get_world_size())
     steps, gradients = itertools.count(1), []
-    with BUGS[bug].inject() if bug else nullcontext():
+    # Graphs break where decisions are recorded, so those of experts are compiled as in layouts where they break anyway.
+    with (
+        BUGS[bug].inject() if bug else nullcontext(),
+        patch.object(parallelize, "experts_are_one_graph", lambda *args: False),
+    ):
         trainer = build_trainer(config, resolved, cpu, None)
         engine, clip = trainer.engine, trainer.engine.optimizer.clip
         log = RouterLog(decisions)
