@@ -176,7 +176,7 @@ def margin_text(estimate: RunEstimate) -> str:
     fragmentation = FRAGMENTATION * estimate.hardware.accelerator.memory_gib * GIB
     parts = "a tenth of the memory for fragmentation"
     if estimate.margin_bytes > fragmentation:
-        parts += ", and a tenth of the peak because compiled blocks without recomputation may need it"
+        parts += ", and a sixth of the peak because compiled blocks without recomputation may need it"
     return f"{format_bytes(estimate.margin_bytes)} ({parts})"
 
 
