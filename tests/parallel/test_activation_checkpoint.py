@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 
 from models.llama import LlamaSizes, llama
@@ -153,3 +154,20 @@ def test_checkpointed_blocks_are_chosen_by_their_index_in_the_full_model():
     assert recompute_policy(1, config, gathers=True, compiled=False) == "gathers"
     assert recompute_policy(1, config, gathers=True, compiled=True) == "gathers_compiled"
     assert recompute_policy(1, config, gathers=False, compiled=True) == "nothing"
+
+
+@pytest.mark.parametrize("policy", ["all", "selected"])
+def test_a_compiled_block_before_all_that_is_trained_recomputes_nothing(policy):
+    """torch cannot compile a checkpoint around attention that has no backward, as if only the last blocks have adapters."""
+    torch._dynamo.reset()
+    config = ActivationCheckpointConfig(mode="full" if policy == "all" else "selective")
+
+    def attention(h):
+        return F.scaled_dot_product_attention(h, h, h, is_causal=True).sin()
+
+    forward = block_forward(attention, policy, config, compiled=True, is_trained=False)
+    h = torch.rand(1, 2, 8, 16)
+    torch.testing.assert_close(forward(h), attention(h))
+    h.requires_grad_()  # as behind trained embeddings
+    (gradient,) = torch.autograd.grad(forward(h).sum(), h)
+    torch.testing.assert_close(gradient, torch.autograd.grad(attention(h).sum(), h)[0])

@@ -83,6 +83,7 @@ def block_forward(
     compiled: bool,
     checkpoint_outside: bool = False,
     fullgraph: bool = True,
+    is_trained: bool = True,
 ) -> Forward:
     """Apply recomputation and compilation to a block's forward, and return the new forward. The block must already be sharded.
 
@@ -94,7 +95,9 @@ def block_forward(
         checkpoint_outside: Whether full recomputation wraps the compiled block. Inside the block, backward does not repeat the
             last matrix product, whose result it does not need.
         fullgraph: Whether the block is one graph. False: the graph of its experts may break.
+        is_trained: Whether the block has trained parameters.
     """
+    plain = forward
     if policy == "selected":
         forward = recompute_except(config.save, config.save_every_nth_matmul, forward)
     if policy == "gathers_compiled":
@@ -102,9 +105,17 @@ def block_forward(
     outside = checkpoint_outside and compiled
     if policy == "all" and not outside:
         forward = checkpointed(forward)
+    if not is_trained:
+        forward = _recompute_for_backward(forward, plain)
     if compiled:
         forward = torch.compile(forward, fullgraph=fullgraph)  # all blocks share one graph
     return checkpointed(forward) if policy == "all" and outside else forward
+
+
+def _recompute_for_backward(forward: Forward, plain: Forward) -> Forward:
+    """Return a frozen block's forward that calls `plain`, without recomputation, if it has no backward because nothing before it
+    is trained: torch 2.13 cannot compile a checkpoint without a backward."""
+    return lambda h, *args: forward(h, *args) if h.requires_grad else plain(h, *args)
 
 
 def checkpointed(forward: Forward, contexts: Callable[[], tuple] | None = None) -> Forward:

@@ -101,7 +101,10 @@ def parallelize(
             # torch would run a checkpoint around a break eagerly, with a policy that is meant for the compiler.
             compiles = compiled and (whole or policies[name] in ("nothing", "all"))
             outside = tp.size() > 1 or not whole or (name in sparse and torch.__version__ < (2, 13))
-            block.forward = block_forward(block.forward, policies[name], checkpointing, compiles, outside, whole)
+            is_trained = any(p.requires_grad for p in block.parameters())
+            block.forward = block_forward(
+                block.forward, policies[name], checkpointing, compiles, outside, whole, is_trained
+            )
         if checkpointing.offload_inputs:
             offloader.apply([block for name, block in blocks.items() if policies[name] == "all"])
         if sharded:
