@@ -164,6 +164,30 @@ def test_an_unsupported_configuration_is_refused_with_the_field_at_fault(family,
     assert str(error.value) == f"{tmp_path}/config.json: {problem}"
 
 
+ROUTER, EXPERT = "model.layers.1.mlp.gate.weight", "model.layers.1.mlp.experts.3.up_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("tensors", "config", "problem"),
+    [
+        ({}, {"num_experts": 5}, "model.layers.0.mlp.gate.weight has shape [4, 40], expected [5, 40]; "),
+        ({}, {"num_experts": 3}, "model.layers.0.mlp.experts.3.down_proj.weight is not a parameter of this model; "),
+        ({EXPERT: None}, {}, f"{EXPERT} is missing"),
+        ({EXPERT: torch.ones(5, 7)}, {}, f"{EXPERT} has shape [5, 7], expected [56, 40]"),
+        ({ROUTER: torch.ones(3, 7)}, {}, f"{ROUTER} has shape [3, 7], expected [4, 40]"),
+        ({ROUTER: None}, {}, f"{ROUTER} is missing"),
+    ],
+)
+def test_experts_that_contradict_the_config_are_refused(tensors, config, problem, tmp_path):
+    hf_model_of("olmoe", 0).save_pretrained(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors") | tensors
+    save_file({name: t for name, t in stored.items() if t is not None}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(config_of("olmoe", 0) | config))
+    with pytest.raises(ConfigError) as error:
+        HfModelFolder.open(tmp_path)
+    assert str(error.value).startswith(f"cannot load {tmp_path}: {problem}") and "\n" not in str(error.value)
+
+
 def test_a_folder_or_its_configuration_replaces_name_and_size(tmp_path):
     hf_model_of("gemma3", 0).save_pretrained(tmp_path / "in")
     sizes = HfModelFolder.open(tmp_path / "in").sizes

@@ -105,6 +105,25 @@ COMBINATIONS = {
         "--training.global_batch_size 6: must be a multiple of local_batch_size 4 x 4 data-parallel ranks = 16"
     ),
     "--parallel.ep 3": "--parallel.ep 3: must be 1, because llama3/debug has no experts",
+    "--experts.balance_loss 0.1": "--experts.balance_loss 0.1: has no effect, because llama3/debug has no experts",
+    "--model.name olmoe --parallel.ep 3": (
+        "--parallel.ep 3: must divide dp_shard 4 x cp 1 x tp 1 = 4: these ranks share the experts"
+    ),
+    "--model.name olmoe --parallel.ep 4 --model.overrides.n_experts 6": (
+        "--parallel.ep 4: must divide n_experts 6 of olmoe/debug"
+    ),
+    "--model.name olmoe --parallel.tp 4 --training.seq_len 130": (
+        "--parallel.tp 4: must divide seq_len 130: the tp ranks route different tokens"
+    ),
+    "--model.name olmoe --experts.bias_rate 0.001": (
+        "--experts.bias_rate 0.001: has no effect, because the routers of olmoe/debug have no correction"
+    ),
+    "--model.name olmoe --model.overrides.experts_per_token 9": (
+        "--model.overrides.experts_per_token 9: experts_per_token 9 must be at most n_experts 8"
+    ),
+    "--model.name qwen3-moe --model.overrides.sparse_layers [false]": (
+        "--model.overrides.sparse_layers [false]: sparse_layers must contain true: without experts it is a dense model"
+    ),
     "--parallel.dp_shard 3": ("--parallel.dp_shard 3: must equal the number of ranks, 4; -1 uses all remaining ranks"),
     "--parallel.dp_replicate 3": "--parallel.dp_replicate 3: must divide the number of ranks, 4",
     "--parallel.dp_replicate 2 --parallel.dp_shard 4": (
