@@ -1,9 +1,11 @@
-"""Measure training steps and the time to the first loss beside other training loops, checkpoint saves, and data loading.
+"""Measure training steps and the time to the first loss beside other training loops, checkpoint saves, data loading, and the
+parts of a layer with experts.
 
 python scripts/dev/benchmark.py peers --model 58m
 python scripts/dev/benchmark.py start --model 58m
 python scripts/dev/benchmark.py checkpoint --gib 0.2
 python scripts/dev/benchmark.py data --mib 16
+python scripts/dev/benchmark.py experts --tokens 512
 """
 
 import itertools
@@ -33,6 +35,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from scripts.dev.contenders import CONTENDERS
+from scripts.dev.expert_layer import print_experts
 from scripts.dev.peers import MODELS, TOLERANCES, print_peers, print_start
 from trainer.checkpoint.async_save import WRITERS
 from trainer.checkpoint.commit import SaveRequest
@@ -208,10 +211,12 @@ def _parser() -> Arguments:
     of_data = "tokens per second of preparing and loading data, compared with baselines that do not use the trainer"
     of_peers = "duration of a training step of this trainer and of other training loops with the same losses"
     of_start = "seconds from the command to the first loss, of this trainer and of a plain training loop"
+    of_experts = "time of one layer with experts (forward and backward), of its parts, and of a loop over its experts"
     peers = commands.add_parser("peers", help=of_peers, doc=of_peers)
     start = commands.add_parser("start", help=of_start, doc=of_start)
     checkpoint = commands.add_parser("checkpoint", help=of_saves, doc=of_saves)
     data = commands.add_parser("data", help=of_data, doc=of_data)
+    experts = commands.add_parser("experts", help=of_experts, doc=of_experts)
     for command, option, default, text in (
         (peers, "threads", 2, "number of CPU threads"),
         (peers, "steps", 5, "number of steps in a repeat"),
@@ -224,6 +229,8 @@ def _parser() -> Arguments:
         (data, "local-batch", 8, "number of samples in a microbatch"),
         (data, "seq", 4096, "number of tokens in a sample"),
         (data, "repeats", 3, "number of repeats of each task; the table shows their median"),
+        (experts, "tokens", 1024, "number of tokens in the batch"),
+        (experts, "repeats", 5, "number of turns of each part; the table shows the medians"),
     ):
         command.add_argument(f"--{option}", type=positive_int, default=default, metavar="N", help=text)
     checkpoint.add_argument("--gib", type=positive_float, default=1.2, metavar="X", help="size of the state in GiB")
@@ -234,6 +241,9 @@ def _parser() -> Arguments:
     for command in (peers, start):
         command.add_argument("--model", choices=list(MODELS), default="58m", help="model and batch")
     _add_peers_options(peers)
+    experts.add_argument(
+        "--dtype", choices=["fp32", "bf16"], default="fp32", help="precision of parameters and products"
+    )
     return parser
 
 
@@ -267,7 +277,13 @@ def main() -> None:
     free = memory_available()
     if free is not None and args.get("gib", 0) * GIB > free:
         parser.error(f"--gib {args['gib']:g}: must be less than the free memory of {free / GIB:.1f} GiB")
-    runs = {"peers": print_peers, "start": print_start, "checkpoint": print_saves, "data": print_data}
+    runs = {
+        "peers": print_peers,
+        "start": print_start,
+        "checkpoint": print_saves,
+        "data": print_data,
+        "experts": print_experts,
+    }
     runs[args.pop("command")](**args)
 
 

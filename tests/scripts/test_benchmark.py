@@ -5,11 +5,15 @@ import math
 import sys
 
 import pytest
+import torch
 
+from models import MODELS as FAMILIES
 from models.llama import LlamaSizes
+from models.moe import Experts
 from scripts.dev import benchmark
 from scripts.dev.benchmark import main
 from scripts.dev.contenders import Task
+from scripts.dev.expert_layer import LoopOverExperts
 from scripts.dev.peers import MODELS, TOLERANCES, require_equal_losses, seconds_to_first_loss
 from tests.commands import run_script
 from trainer.config import ConfigError
@@ -55,6 +59,22 @@ def test_preparing_and_loading_are_compared_with_a_baseline(monkeypatch, capsys)
     _, *table = lines_of(monkeypatch, capsys, "data", *small)
     assert [line[-1] for line in table] == ["%"] * 4
     assert table[0][-2] == table[2][-2] == "100"
+
+
+def test_the_parts_of_a_layer_with_experts_are_measured(monkeypatch, capsys):
+    sizes = FAMILIES["olmoe"].sizes
+    monkeypatch.setitem(sizes, "7b-a1b", sizes["debug"])
+    _, *table = lines_of(monkeypatch, capsys, "experts", "--tokens", "8", "--repeats", "1", "--dtype", "bf16")
+    assert table[0][0] == "layer" and table[0][-1] == "100.0%" and table[-1][0] == "dispatch" and len(table) == 6
+
+
+def test_a_loop_over_the_experts_computes_the_same():
+    loop, grouped = LoopOverExperts(3, 8, 16, 2), Experts(3, 8, 16, 2)
+    for p in grouped.parameters():
+        torch.nn.init.normal_(p)
+    loop.load_state_dict(grouped.state_dict())
+    rows, counts = torch.randn(5, 8), torch.tensor([2, 0, 3])
+    torch.testing.assert_close(loop(rows, counts), grouped(rows, counts))
 
 
 def test_contenders_train_in_turn_with_equal_losses(monkeypatch, capsys, tmp_path, tiny_model):
