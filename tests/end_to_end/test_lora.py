@@ -49,6 +49,10 @@ FAMILIES = {
     "llama": [],
     "tied": ["--model.overrides.tied_embeddings", "true"],
     "qwen3": ["--model.name", "qwen3", "--model.overrides.head_dim", "16"],
+    **{
+        name: ["--model.name", name, "--model.overrides.head_dim", "16", "--model.overrides.hidden_dim", "48"]
+        for name in ("mixtral", "olmoe", "qwen3-moe", "gpt-oss")
+    },
     "phi": [
         *(
             "--model.name",
@@ -177,6 +181,9 @@ ROWS = [
     "dp_shard=2 training.parameter_dtype=bf16 training.compute_dtype=bf16 lora.rslora=true",
     "dp_shard=2 optimizer.offload=state training.parameter_dtype=bf16 lora.dtype=bf16 lora.init=gaussian",
     "tp=2 qwen3",
+    "dp_shard=2 ep=2 mixtral",
+    "dp_shard=2 tp=2 ep=2 training.compute_dtype=bf16 mixtral",
+    "tp=2 ep=2 lora.targets=*.w2,*.w3 activation_checkpoint.mode=full gpt-oss",
     "dp_shard=2 tp=2 phi",
 ]
 
@@ -550,7 +557,7 @@ MISTAKES = {
     (
         "--lora.targets",
         "*experts*",
-    ): "--lora.targets *experts*: *experts* matches no linear module of the blocks; experts cannot have adapters",
+    ): "--lora.targets *experts*: *experts* matches no linear module of the blocks",
     ("--lora.targets", "output"): "--lora.targets output: output matches no linear module of the blocks",
     ("--parallel.reshard_after_forward", "2"): (
         "--parallel.reshard_after_forward 2: must not be a number of ranks with [lora] rank"
