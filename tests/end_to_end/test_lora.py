@@ -261,6 +261,15 @@ def test_a_checkpoint_holds_the_adapter_alone_and_resumes_bitwise(ranks, bases, 
     assert sum(file.stat().st_size for file in folder.iterdir()) <= 12 * num_values + 10**6
 
 
+def test_adapters_of_experts_resume_with_another_ep(ranks, bases, tmp_path):
+    argv = [*bases("mixtral"), *LORA, "--training.local_batch_size", "4"]
+    for name, steps, ep in (("a", 4, 1), ("b", 2, 2), ("b", 4, 1)):
+        settings = ["--training.steps", str(steps), "--parallel.ep", str(ep), *in_folder(tmp_path / name)]
+        ranks(2).run(train, [*argv, *settings])
+    for one, other in zip(*(records(tmp_path / name) for name in "ab"), strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
+
+
 def test_another_base_model_is_refused(ranks, bases, tmp_path):
     argv = [*bases("llama"), *LORA, *in_folder(tmp_path / "run")]
     ranks(1).run(train, [*argv, "--training.steps", "2"])
@@ -279,6 +288,9 @@ EXCHANGED = [
     ("llama", ("--lora.targets", "layers.1.*,*.wq", "--lora.rslora", "true")),
     ("llama", ("--lora.train_fully", "output,layers.2.ffn_norm")),
     ("qwen3", ()),
+    ("mixtral", ("--lora.rslora", "true")),
+    ("olmoe", ()),
+    ("qwen3-moe", ()),
     ("phi", ()),
     ("phi", ("--lora.targets", "*.wq,*.w3", "--lora.rslora", "true")),
 ]
@@ -347,7 +359,7 @@ def test_the_adapter_of_a_model_of_several_modalities_fits_its_base_in_peft(rank
     assert len(hashes) == 1
 
 
-@pytest.mark.parametrize(("family", "extra"), [*EXCHANGED[:3], EXCHANGED[-1]])
+@pytest.mark.parametrize(("family", "extra"), [*EXCHANGED[:3], ("olmoe", ()), EXCHANGED[-1]])
 def test_a_run_continues_with_an_adapter_of_peft_or_of_another_run(ranks, bases, finished, tmp_path, family, extra):
     run = finished(family, *extra)
     write_peft(checkpoint_of(run), tmp_path / "peft")

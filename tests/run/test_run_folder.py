@@ -117,6 +117,15 @@ def test_an_error_about_dimensions_names_another_family():
 # ------------------------------------------------------------ lines about settings
 
 
+def test_a_run_whose_experts_have_no_adapters_is_not_resumed_with_them(tmp_path):
+    argv = ["--model.name", "mixtral", "--lora.rank", "8", "--checkpoint.init_from", str(tmp_path)]
+    now = resolve(load_config(argv), 1).fingerprint
+    older = json.loads(json.dumps({key: value for key, value in now.items() if key != "number of adapters of experts"}))
+    point = ResumePoint(tmp_path, TrainState(fingerprint=older))
+    with pytest.raises(ConfigError, match="number of adapters of experts was null, is 12"):
+        require_compatible(point, now)
+
+
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
