@@ -92,7 +92,7 @@ class PeftNames:
             return (
                 f"{missing[0]} has no adapters, but {own[0]} has, and peft can only adapt all matrices of all experts"
             )
-        words = {_last_word(self.adaptable[f"{name}@0"]): name for name in stacks if self.hf.stack_of(name) is None}
+        words = {_last_word(self.adaptable[f"{name}@0"]) for name in stacks if self.hf.stack_of(name) is None}
         for name in sorted(adapted - {*own}):
             if (word := _last_word(self.adaptable[name])) in words:
                 return f"{name} has an adapter, but peft takes {word} for a matrix of experts"
@@ -173,7 +173,7 @@ def load_peft(folder: Path, names: PeftNames, own: Tensors, trained: Tensors) ->
         stored = names.matrices([n for n in trained if not names.hf.is_stack(n)], trained)
         shapes = {name: names.shape(name, trained[name.partition("@")[0]].shape) for name in stored}
         expected = {names.stored(name): torch.empty(shape, device="meta") for name, shape in shapes.items()}
-        stacks = [name for name in map(weight_of, trained) if names.hf.stack_of(name) is not None]
+        stacks = [weight for n in trained if _leaf_of(n) and names.hf.stack_of(weight := weight_of(n)) is not None]
         problems = [names.unsupported(trained.keys() & names.parameters.keys()), names.unsupported_adapters(stacks)]
         problems = [*filter(None, problems)]
         problems += [f"{key} is not trained by this run" for key in sorted(index.keys() - expected.keys())]
