@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from models.components import Attention
 from models.decoder import Decoder, pre_norm_decoder
-from models.grouped import grouped_product
 from models.huggingface import (
     NAMES,
     Config,
@@ -81,9 +80,9 @@ class ClampedExperts(Experts):
         self.b3 = nn.Parameter(torch.empty(sizes.n_experts, sizes.expert_dim))
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
-        gate = grouped_product(rows, self.w1, counts, self.b1).clamp(max=self.limit)  # (rows, expert dim)
-        up = grouped_product(rows, self.w3, counts, self.b3).clamp(-self.limit, self.limit)
-        return grouped_product((up + 1) * gate * torch.sigmoid(self.alpha * gate), self.w2, counts, self.b2)
+        gate = self.product("w1", rows, counts, self.b1).clamp(max=self.limit)  # (rows, expert dim)
+        up = self.product("w3", rows, counts, self.b3).clamp(-self.limit, self.limit)
+        return self.product("w2", (up + 1) * gate * torch.sigmoid(self.alpha * gate), counts, self.b2)
 
 
 def gpt_oss(sizes: GptOssSizes) -> Decoder:

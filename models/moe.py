@@ -111,13 +111,14 @@ class Experts(nn.Module):
     """Feed-forward layers with SwiGLU, whose matrices are stacked."""
 
     INTO_RESIDUAL: ClassVar = ("w2",)
+    MATRICES: ClassVar = ("w1", "w2", "w3")
 
     def __init__(self, n_experts: int, dim: int, hidden_dim: int, experts_per_token: int):
         super().__init__()
         self.w1 = nn.Parameter(torch.empty(n_experts, hidden_dim, dim))
         self.w2 = nn.Parameter(torch.empty(n_experts, dim, hidden_dim))
         self.w3 = nn.Parameter(torch.empty(n_experts, hidden_dim, dim))
-        self.multiply_adds_per_token = dict.fromkeys(("w1", "w2", "w3"), experts_per_token * dim * hidden_dim)
+        self.multiply_adds_per_token = dict.fromkeys(self.MATRICES, experts_per_token * dim * hidden_dim)
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Return the result of each row's expert, (rows, dim).
@@ -126,8 +127,13 @@ class Experts(nn.Module):
             rows: Hidden states in the order of their experts, (rows, dim).
             counts: Number of rows of each expert, (experts,), int64.
         """
-        gate, up = grouped_product(rows, self.w1, counts), grouped_product(rows, self.w3, counts)
-        return grouped_product(F.silu(gate) * up, self.w2, counts)
+        gate, up = self.product("w1", rows, counts), self.product("w3", rows, counts)
+        return self.product("w2", F.silu(gate) * up, counts)
+
+    def product(self, name: str, rows: Tensor, counts: Tensor, biases: Tensor | None = None) -> Tensor:
+        """Return the product of each row and its expert's matrix, as grouped_product does. Adapters replace this method. name: of
+        the stacked matrices."""
+        return grouped_product(rows, getattr(self, name), counts, biases)
 
 
 class LocalExchange(nn.Module):

@@ -62,6 +62,7 @@ _MODES = ("none", "selective", "full")
 _NONE, _SELECTIVE, _FULL = ({"activation_checkpoint.mode": mode} for mode in _MODES)
 _BF16 = {"training.parameter_dtype": "bf16", "optimizer.state_dtype": "bf16"}
 _LORA = {"training.parameter_dtype": "bf16", "lora.rank": "16"}
+_LORA_OF_ATTENTION = _LORA | {"lora.targets": "*.attention.*"}
 _EAGER = {"compile.enabled": "false"}
 
 
@@ -81,12 +82,12 @@ SPEED = {
     "Llama 3 8B, LoRA, none": _model("llama3", "8b", _LORA, _NONE),
     "Llama 3 8B, LoRA, full": _model("llama3", "8b", _LORA, _FULL),
     "OLMoE 7B-A1B, bf16, selective": _model("olmoe", "7b-a1b", _BF16, _SELECTIVE),
-    "Qwen3 30B-A3B, LoRA, full": _model("qwen3-moe", "30b-a3b", _LORA, _FULL),
+    "Qwen3 30B-A3B, LoRA, full": _model("qwen3-moe", "30b-a3b", _LORA_OF_ATTENTION, _FULL),
     "Llama 3 8B, fp32 and 8-bit moments, full": _model("llama3", "8b", {"optimizer.state_dtype": "8bit"}, _FULL),
     "Llama 3.2 3B, fp32, selective": _model("llama3.2", "3b", _SELECTIVE),
     "Llama 3.2 1B, fp32, none": _1B | _NONE,
     "OLMoE 7B-A1B, fp32, selective": _model("olmoe", "7b-a1b", _SELECTIVE, batch=1),
-    "GPT-OSS 20B, LoRA, full": _model("gpt-oss", "20b", _LORA, _FULL, batch=1),
+    "GPT-OSS 20B, LoRA, full": _model("gpt-oss", "20b", _LORA_OF_ATTENTION, _FULL, batch=1),
     "Gemma 2 2B, bf16, full": _model("gemma2", "2b", _BF16, _FULL),
     "Gemma 3 4B, bf16, selective": _model("gemma3", "4b", _BF16, _SELECTIVE),
     "Qwen3 4B, bf16, eager, full": _model("qwen3", "4b", _BF16, _FULL, _EAGER),

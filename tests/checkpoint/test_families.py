@@ -258,8 +258,40 @@ def test_peft_trains_the_other_parameters_of_a_model_with_experts(family):
     names = PeftNames(MODELS[family], MODELS[family].sizes["debug"])
     assert names.unsupported(["layers.0.attention.wq.weight", "layers.0.feed_forward.router.weight"]) == ""
     stack = "layers.0.feed_forward.experts.w1"
-    problem = "contains the matrices of all experts, and peft's format has only adapters of linear modules"
+    problem = "contains the matrices of all experts, and peft cannot train them fully"
     assert names.unsupported([stack]) == f"{stack} {problem}"
+
+
+ATTENTION, EXPERTS = "layers.0.attention.wq.weight", "layers.{}.feed_forward.experts.{}"
+
+
+@pytest.mark.parametrize(
+    ("family", "adapted", "problem"),
+    [
+        ("mixtral", [ATTENTION], ""),
+        ("gpt-oss", [ATTENTION], ""),
+        ("qwen3-moe", [EXPERTS.format(i, w) for i in range(4) for w in ("w1", "w2", "w3")], ""),
+        (
+            "olmoe",
+            [EXPERTS.format(0, "w2")],
+            f"{EXPERTS.format(0, 'w1')} has no adapters, but {EXPERTS.format(0, 'w2')} has, and peft can only adapt all matrices "
+            "of all experts",
+        ),
+        (
+            "gpt-oss",
+            [EXPERTS.format(0, "w1")],
+            f"{EXPERTS.format(0, 'w1')} has adapters, and those of experts of GptOssForCausalLM are not written in peft's format",
+        ),
+        (
+            "deepseek-v3",
+            ["layers.0.feed_forward.w1.weight"],
+            "layers.0.feed_forward.w1.weight has an adapter, but peft takes gate_proj for a matrix of experts",
+        ),
+    ],
+)
+def test_adapters_that_peft_cannot_load_are_refused(family, adapted, problem):
+    names = PeftNames(MODELS[family], MODELS[family].sizes["debug"])
+    assert names.unsupported_adapters(adapted) == problem
 
 
 def test_the_outer_setting_decides_whether_weights_are_tied():

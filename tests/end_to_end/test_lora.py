@@ -49,6 +49,10 @@ FAMILIES = {
     "llama": [],
     "tied": ["--model.overrides.tied_embeddings", "true"],
     "qwen3": ["--model.name", "qwen3", "--model.overrides.head_dim", "16"],
+    **{
+        name: ["--model.name", name, "--model.overrides.head_dim", "16", "--model.overrides.hidden_dim", "48"]
+        for name in ("mixtral", "olmoe", "qwen3-moe", "gpt-oss")
+    },
     "phi": [
         *(
             "--model.name",
@@ -177,6 +181,9 @@ ROWS = [
     "dp_shard=2 training.parameter_dtype=bf16 training.compute_dtype=bf16 lora.rslora=true",
     "dp_shard=2 optimizer.offload=state training.parameter_dtype=bf16 lora.dtype=bf16 lora.init=gaussian",
     "tp=2 qwen3",
+    "dp_shard=2 ep=2 mixtral",
+    "dp_shard=2 tp=2 ep=2 training.compute_dtype=bf16 mixtral",
+    "tp=2 ep=2 lora.targets=*.w2,*.w3 activation_checkpoint.mode=full gpt-oss",
     "dp_shard=2 tp=2 phi",
 ]
 
@@ -254,6 +261,15 @@ def test_a_checkpoint_holds_the_adapter_alone_and_resumes_bitwise(ranks, bases, 
     assert sum(file.stat().st_size for file in folder.iterdir()) <= 12 * num_values + 10**6
 
 
+def test_adapters_of_experts_resume_with_another_ep(ranks, bases, tmp_path):
+    argv = [*bases("mixtral"), *LORA, "--training.local_batch_size", "4"]
+    for name, steps, ep in (("a", 4, 1), ("b", 2, 2), ("b", 4, 1)):
+        settings = ["--training.steps", str(steps), "--parallel.ep", str(ep), *in_folder(tmp_path / name)]
+        ranks(2).run(train, [*argv, *settings])
+    for one, other in zip(*(records(tmp_path / name) for name in "ab"), strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
+
+
 def test_another_base_model_is_refused(ranks, bases, tmp_path):
     argv = [*bases("llama"), *LORA, *in_folder(tmp_path / "run")]
     ranks(1).run(train, [*argv, "--training.steps", "2"])
@@ -272,6 +288,9 @@ EXCHANGED = [
     ("llama", ("--lora.targets", "layers.1.*,*.wq", "--lora.rslora", "true")),
     ("llama", ("--lora.train_fully", "output,layers.2.ffn_norm")),
     ("qwen3", ()),
+    ("mixtral", ("--lora.rslora", "true")),
+    ("olmoe", ()),
+    ("qwen3-moe", ()),
     ("phi", ()),
     ("phi", ("--lora.targets", "*.wq,*.w3", "--lora.rslora", "true")),
 ]
@@ -340,7 +359,7 @@ def test_the_adapter_of_a_model_of_several_modalities_fits_its_base_in_peft(rank
     assert len(hashes) == 1
 
 
-@pytest.mark.parametrize(("family", "extra"), [*EXCHANGED[:3], EXCHANGED[-1]])
+@pytest.mark.parametrize(("family", "extra"), [*EXCHANGED[:3], ("olmoe", ()), EXCHANGED[-1]])
 def test_a_run_continues_with_an_adapter_of_peft_or_of_another_run(ranks, bases, finished, tmp_path, family, extra):
     run = finished(family, *extra)
     write_peft(checkpoint_of(run), tmp_path / "peft")
@@ -550,7 +569,7 @@ MISTAKES = {
     (
         "--lora.targets",
         "*experts*",
-    ): "--lora.targets *experts*: *experts* matches no linear module of the blocks; experts cannot have adapters",
+    ): "--lora.targets *experts*: *experts* matches no linear module of the blocks",
     ("--lora.targets", "output"): "--lora.targets output: output matches no linear module of the blocks",
     ("--parallel.reshard_after_forward", "2"): (
         "--parallel.reshard_after_forward 2: must not be a number of ranks with [lora] rank"

@@ -60,6 +60,14 @@ CONTROLS = {
         ["--lora.rank", "4", "--checkpoint.init_from", "{hf_model}"],
         {"gradients averaged", "gradients of replicated adapter matrices"},
     ),
+    "adapters of experts": (
+        ["--model.huggingface", "{hf_mixture}", "--lora.rank", "4", "--checkpoint.init_from", "{hf_mixture}"],
+        {
+            *("gradients averaged", "gradients of replicated adapter matrices", "gradients of experts", "rows sent"),
+            *("gradients of a sequence's", "gradient norm without", "gradient norm of experts"),
+            *("adapters of experts added", "adapters of experts shared", "adapters of experts without"),
+        },
+    ),
     "pairs": (
         [
             *("--preference.loss", "dpo", "--checkpoint.init_from", "{hf_model}", "--training.seq_len", "256"),
@@ -79,15 +87,31 @@ CONTROLS = {
 }
 
 
+@pytest.fixture(scope="module")
+def hf_mixture(tmp_path_factory):
+    """A folder with a small Mixtral model, saved by transformers."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.MixtralConfig(
+        **{"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_local_experts": 4},
+        **{"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 2048, "max_position_embeddings": 64},
+    )
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("hf_mixture")
+    transformers.MixtralForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
 def test_every_injected_bug_has_a_run():
     expected = {start for _, starts in CONTROLS.values() for start in starts}
     assert [name for name in BUGS if not name.startswith(tuple(expected))] == []
 
 
 @pytest.mark.parametrize("case", CONTROLS)
-def test_every_injected_bug_is_caught_and_names_a_wrong_parameter(monkeypatch, tiny, hf_model, tmp_path, capsys, case):
+def test_every_injected_bug_is_caught_and_names_a_wrong_parameter(
+    monkeypatch, tiny, hf_model, hf_mixture, tmp_path, capsys, case
+):
     argv, expected = CONTROLS[case]
-    argv = [word.format(hf_model=hf_model) for word in argv]
+    argv = [word.format(hf_model=hf_model, hf_mixture=hf_mixture) for word in argv]
     base = [] if "--config" in argv else tiny
     layout = ["--run.output_folder", str(tmp_path), "--layout", "dp_shard=1"]
     assert main(monkeypatch, *base, *argv, *layout, "--model.overrides.n_layers", "2") == 0

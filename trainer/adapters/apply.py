@@ -10,7 +10,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from models.context import Context
-from trainer.adapters.select import LORA_A, LORA_B, TrainedParameters
+from models.grouped import grouped_product
+from models.moe import Experts
+from trainer.adapters.select import LORA_A, LORA_B, TrainedParameters, adapter_shapes, matrices_of
 from trainer.config import LoraConfig
 from trainer.runtime.device import DTYPES
 from trainer.runtime.dtensor import to_local
@@ -106,11 +108,14 @@ def apply_lora(model: nn.Module, blocks: str, trained: TrainedParameters, config
     if dropout is not None:
         dropout.attach(model, blocks)
     present = dict(model.named_modules())
-    for name in trained.targets:
-        if name in present:
+    for weight in trained.adapted:
+        name, _, leaf = weight.rpartition(".")
+        if isinstance(module := present.get(name), Experts):
+            _add_expert_adapters(module, leaf, config)
+        elif module is not None:
             # Without the block's name, because compiled blocks share one graph.
             _, _, name_in_block = name.removeprefix(f"{blocks}.").partition(".")
-            _add_adapter(present[name], name_in_block, config, dropout)
+            _add_adapter(module, name_in_block, config, dropout)
 
 
 def _add_adapter(linear: nn.Linear, module_name: str, config: LoraConfig, dropout: AdapterDropout | None) -> None:
@@ -144,6 +149,31 @@ def _add_adapter(linear: nn.Linear, module_name: str, config: LoraConfig, dropou
         return out + product
 
     linear.forward = forward
+
+
+def _add_expert_adapters(experts: Experts, leaf: str, config: LoraConfig) -> None:
+    """Add an adapter to the matrix of each expert, on the rank that holds the expert. leaf: name of the stacked matrices."""
+    weight, base, scale = getattr(experts, leaf), experts.product, config.scale
+    for name, shape in adapter_shapes(experts, [leaf], config.rank).items():
+        stack = torch.empty(shape, dtype=DTYPES[config.dtype], device=weight.device)
+        if isinstance(weight, DTensor):
+            stack = distribute_tensor(stack, weight.device_mesh, weight.placements, src_data_rank=None)
+        experts.register_parameter(name, nn.Parameter(stack))
+
+    def product(name: str, rows: Tensor, counts: Tensor, biases: Tensor | None = None) -> Tensor:
+        out = base(name, rows, counts, biases)
+        if name != leaf:
+            return out
+        a, b = _expert_factors(experts, leaf)
+        return out + grouped_product(grouped_product(rows, a, counts) * scale, b, counts)
+
+    experts.product = product
+
+
+def _expert_factors(experts: Experts, leaf: str) -> tuple[Tensor, Tensor]:
+    """Return the stacked matrices of the adapters of this rank's experts, inside their forward."""
+    a, b = matrices_of(leaf)
+    return getattr(experts, a), getattr(experts, b)
 
 
 def _local_factor(tensor: Tensor) -> Tensor:

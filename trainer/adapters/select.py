@@ -3,12 +3,14 @@
 With [lora] rank, the model's parameters are frozen, except those of the modules in [lora] train_fully. An adapter adds the scaled
 product of two small matrices to the result of a linear module: base(x) + scale * x A^T B^T. The matrices are parameters of the
 module, `lora_a` (rank, inputs) and `lora_b` (outputs, rank), so FSDP, recomputation and compilation treat them like any other
-parameter. trainer/adapters/apply.py adds them to a model.
+parameter. Each expert has its own adapters. Those of its matrices `w1` are stacked too: `w1_lora_a` (experts, rank, inputs) and
+`w1_lora_b` (experts, outputs, rank). trainer/adapters/apply.py adds them to a model.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Generator, Tensor, nn
@@ -25,7 +27,7 @@ SCALE_SETTINGS = ("rank", "alpha", "rslora")
 
 _OWN_NAMES = {
     **{"q_proj": "*.attention.wq", "k_proj": "*.attention.wk", "v_proj": "*.attention.wv", "o_proj": "*.attention.wo"},
-    **{"gate_proj": "*.feed_forward.w1", "up_proj": "*.feed_forward.w3", "down_proj": "*.feed_forward.w2"},
+    **{"gate_proj": "*.w1", "up_proj": "*.w3", "down_proj": "*.w2"},
     **{"lm_head": "output", "embed_tokens": "tok_embeddings"},
 }
 """Name of a module in most of Hugging Face's models -> pattern of its name in this project."""
@@ -37,7 +39,7 @@ class TrainedParameters:
 
     fully: frozenset[str]
     """Names of the trained parameters that belong to the model itself."""
-    shapes: Mapping[str, tuple[int, int]]
+    shapes: Mapping[str, tuple[int, ...]]
     """Name of an adapter's matrix -> shape."""
 
     @property
@@ -45,9 +47,9 @@ class TrainedParameters:
         return self.fully | self.shapes.keys()
 
     @property
-    def targets(self) -> list[str]:
-        """Names of the linear modules with an adapter."""
-        return [name.removesuffix(f".{LORA_A}") for name in self.shapes if name.endswith(LORA_A)]
+    def adapted(self) -> list[str]:
+        """Names of the weights with an adapter."""
+        return [weight_of(name) for name in self.shapes if name.endswith(LORA_A)]
 
     def tensors(self, model: nn.Module) -> dict[str, Tensor]:
         """Return name -> trained parameter, on the meta device. model: the complete model, without adapters."""
@@ -57,9 +59,13 @@ class TrainedParameters:
     def flops_per_token(self, model: Model, seq_len: int) -> int:
         """Return the number of floating-point operations per token. Backward computes no gradient of a frozen matrix."""
         trained = {id(p) for name, p in model.named_parameters() if name in self.fully}
-        counts = multiply_adds(model).items()
-        frozen = sum(count for name, count in counts if id(model.get_parameter(name)) not in trained)
-        adapters = sum(rows * columns for rows, columns in self.shapes.values())
+        counts = multiply_adds(model)
+        frozen = sum(count for name, count in counts.items() if id(model.get_parameter(name)) not in trained)
+        adapters = 0
+        for name, (*_, rows, columns) in self.shapes.items():
+            weight = model.get_parameter(weight_of(name))
+            products = counts[weight_of(name)] // weight.shape[-2:].numel()  # per token, as many as experts process it
+            adapters += products * rows * columns
         return model.flops_per_token(seq_len) - 2 * frozen + 6 * adapters
 
 
@@ -70,19 +76,25 @@ def select_parameters(model: nn.Module, plan: ParallelPlan, config: LoraConfig) 
     if config.rank is None:
         return TrainedParameters(frozenset(names.values()), {})
     blocks = f"{plan.blocks_path}."
-    linear = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and n.startswith(blocks)}
+    adaptable = {target_of(name): name for name in adaptable_weights(model) if name.startswith(blocks)}
     owners = {n: m for n, m in model.named_modules() if list(m.parameters(recurse=False))}
     with _own_names():
-        targets = matching("lora.targets", config.targets, linear, "linear module of the blocks")
+        kind = "linear module or matrix of experts" if plan.has_experts else "linear module"
+        targets = matching("lora.targets", config.targets, adaptable, f"{kind} of the blocks")
         modules = matching("lora.train_fully", config.train_fully, owners, "module with parameters")
-    if both := [name for name in targets if name in modules]:
+    weights = [adaptable[target] for target in targets]
+    if both := [owner for weight in weights if (owner := weight.rpartition(".")[0]) in modules]:
         raise ConfigError(
             "lora.train_fully", f"{both[0]} has an adapter ([lora] targets), so it cannot be trained fully"
         )
     if not targets and not modules:
         raise ConfigError("lora.targets", "is empty, so the run would train nothing; see also [lora] train_fully")
     fully = frozenset(names[p] for name in modules for p in owners[name].parameters(recurse=False))
-    return TrainedParameters(fully, adapter_shapes(model, targets, config.rank))
+    stack = next((name for name in weights if model.get_parameter(name).dim() == 3), "")
+    if config.dropout and stack:
+        message = f"must be 0 with adapters of experts, such as {stack}, which have no dropout; see [lora] targets"
+        raise ConfigError("lora.dropout", message)
+    return TrainedParameters(fully, adapter_shapes(model, weights, config.rank))
 
 
 @contextmanager
@@ -94,8 +106,6 @@ def _own_names() -> Iterator[None]:
         pattern = error.message.split()[0]
         if own := _OWN_NAMES.get(pattern.rpartition(".")[2]):
             raise ConfigError(error.key, f"{error.message}; {pattern} is called {own} here") from None
-        if "expert" in pattern and error.key == "lora.targets":
-            raise ConfigError(error.key, f"{error.message}; experts cannot have adapters") from None
         raise
 
 
@@ -112,20 +122,50 @@ def require_trained_vocabulary(model: nn.Module, plan: ParallelPlan, trained: Tr
         raise ConfigError("lora.train_fully", message)
 
 
-def adapter_shapes(model: nn.Module, targets: Iterable[str], rank: int) -> dict[str, tuple[int, int]]:
-    """Return name of an adapter's matrix -> shape. targets: names of linear modules."""
+def adaptable_weights(model: nn.Module) -> list[str]:
+    """Return the names of the weights that can have an adapter: those of linear modules, and the stacked matrices of experts."""
+    names = []
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            names.append(f"{name}.weight")
+        elif isinstance(module, Experts):
+            names += [f"{name}.{leaf}" for leaf in module.MATRICES]
+    return names
+
+
+def target_of(weight: str) -> str:
+    """Return the name by which [lora] targets selects a weight: its module's, or, of stacked matrices, their own."""
+    return weight.removesuffix(".weight")
+
+
+def matrices_of(weight: str) -> tuple[str, str]:
+    """Return the names of the first and the second matrix of the adapter of a weight, or of `parameter@expert` of a stack."""
+    parameter, at, expert = weight.partition("@")
+    prefix = f"{target_of(parameter)}{'.' if parameter.endswith('.weight') else '_'}"
+    return f"{prefix}{LORA_A}{at}{expert}", f"{prefix}{LORA_B}{at}{expert}"
+
+
+def weight_of(matrix: str) -> str:
+    """Return the name of the weight to which a matrix of an adapter belongs. Inverse of matrices_of."""
+    name, at, expert = matrix.partition("@")
+    prefix = name.removesuffix(LORA_A).removesuffix(LORA_B)
+    return (prefix.removesuffix("_") if prefix.endswith("_") else f"{prefix}weight") + at + expert
+
+
+def adapter_shapes(model: nn.Module, weights: Iterable[str], rank: int) -> dict[str, tuple[int, ...]]:
+    """Return name of an adapter's matrix -> shape. weights: names of weights of the model."""
     shapes = {}
-    for name in targets:
-        rows, columns = model.get_submodule(name).weight.shape
-        shapes |= {f"{name}.{LORA_A}": (rank, columns), f"{name}.{LORA_B}": (rows, rank)}
+    for name in weights:
+        *experts, rows, columns = model.get_parameter(name).shape
+        a, b = matrices_of(name)
+        shapes |= {a: (*experts, rank, columns), b: (*experts, rows, rank)}
     return shapes
 
 
 def excessive_rank(trained: TrainedParameters, rank: int) -> str:
     """Return a line about adapters whose rank exceeds that of the matrix to which they are added, or ""."""
-    sides = {
-        name: (trained.shapes[f"{name}.{LORA_B}"][0], trained.shapes[f"{name}.{LORA_A}"][1]) for name in trained.targets
-    }
+    matrices = {target_of(name): map(trained.shapes.get, matrices_of(name)) for name in trained.adapted}
+    sides = {name: (b[-2], a[-1]) for name, (a, b) in matrices.items()}
     small = [name for name, shape in sides.items() if min(shape) < rank]
     if not small:
         return ""
@@ -136,18 +176,16 @@ def excessive_rank(trained: TrainedParameters, rank: int) -> str:
     )
 
 
-def frozen_experts(model: nn.Module, trained: TrainedParameters, name: str) -> str:
-    """Return a line about experts that are not trained, or "".
-
-    Args:
-        model: The complete model, without adapters.
-        trained: What is trained of it.
-        name: Of the model.
-    """
-    modules = [n for n, module in model.named_modules() if isinstance(module, Experts)]
-    parameters = [f"{n}.{leaf}" for n in modules for leaf, _ in model.get_submodule(n).named_parameters()]
-    frozen = sum(model.get_parameter(n).numel() for n in parameters if n not in trained.fully)
-    return f"lora: the experts of {name} get no adapter; their {frozen:,} parameters stay frozen" if frozen else ""
+def expert_adapters(trained: TrainedParameters, name: str) -> str:
+    """Return a line about adapters of experts, or "". name: of the model."""
+    sizes = {n: prod(shape) for n, shape in trained.shapes.items()}
+    own = sum(size for n, size in sizes.items() if len(trained.shapes[n]) == 3)
+    if not own:
+        return ""
+    return (
+        f"lora: each expert of {name} has adapters of its own, {own:,} of {sum(sizes.values()):,} values; [lora] targets can "
+        f"leave experts out"
+    )
 
 
 def init_adapter(config: LoraConfig, name: str, rows: Tensor, generator: Generator) -> None:

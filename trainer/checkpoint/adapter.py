@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from models.spec import ModelSpec, meta_model
-from trainer.adapters.select import LORA_A, LORA_B, TrainedParameters, adapter_shapes
+from trainer.adapters.select import TrainedParameters, adaptable_weights, adapter_shapes, matrices_of
 from trainer.checkpoint import manifest, resume
 from trainer.checkpoint.commit import Tensors, load_into
 from trainer.checkpoint.huggingface import TEXT_MODEL
@@ -63,8 +63,8 @@ class AdapterCheckpoint:
             raise CorruptError(f"{MODEL_FILE} does not describe an adapter") from None
         model = meta_model(spec.model, sizes)
         names = {key.removeprefix("model/") for key in index}
-        linear = (name for name, module in model.named_modules() if isinstance(module, nn.Linear))
-        shapes = adapter_shapes(model, [name for name in linear if f"{name}.{LORA_A}" in names], config.rank)
+        adapted = [name for name in adaptable_weights(model) if matrices_of(name)[0] in names]
+        shapes = adapter_shapes(model, adapted, config.rank)
         trained = TrainedParameters(frozenset(name for name, _ in model.named_parameters() if name in names), shapes)
         expected = {f"model/{name}": tuple(p.shape) for name, p in trained.tensors(model).items()}
         if {key: stored.shape for key, stored in index.items()} != expected:
@@ -91,9 +91,10 @@ class AdapterCheckpoint:
         stop = stored.shape[0 if matrix is None else 1] if stop is None else stop
         return read_rows(self.folder, key, stored, start, stop, matrix=matrix)
 
-    def product(self, target: str, rows: slice, columns: slice) -> Tensor:
-        """Return a part of the matrix that the adapter adds to the target's weight, in fp32."""
-        a, b = self.read(f"{target}.{LORA_A}"), self.read(f"{target}.{LORA_B}", rows.start, rows.stop)
+    def product(self, name: str, rows: slice, columns: slice) -> Tensor:
+        """Return a part of the matrix that the adapter adds, in fp32. name: of a weight, or `parameter@expert` of a stack."""
+        first, second = matrices_of(name)
+        a, b = self.read(first), self.read(second, rows.start, rows.stop)
         return b.float() @ a[:, columns].float() * self.scale
 
 
@@ -142,11 +143,12 @@ class AdapterSource:
     def rows(self, name: str, start: int, stop: int) -> Tensor:
         """Return rows [start, stop) of a parameter, or of the matrix `parameter@expert` of a stack. Merged rows are fp32. Raises
         CorruptError."""
-        if name.partition("@")[0] in self.adapter.trained.fully:
+        parameter = name.partition("@")[0]
+        if parameter in self.adapter.trained.fully:
             return self.adapter.read(name, start, stop)
-        rows, target = self.base.rows(name, start, stop), name.removesuffix(".weight")
-        if f"{target}.{LORA_A}" in self.adapter.trained.shapes:
-            rows = rows + self.adapter.product(target, slice(start, stop), slice(None))
+        rows = self.base.rows(name, start, stop)
+        if matrices_of(parameter)[0] in self.adapter.trained.shapes:
+            rows = rows + self.adapter.product(name, slice(start, stop), slice(None))
         return rows
 
     @torch.no_grad()
@@ -156,9 +158,11 @@ class AdapterSource:
         self.base.load_into({name: p for name, p in parameters.items() if name not in fully})
         own = {f"model/{name}": p for name, p in parameters.items() if name in fully}
         load_into(self.folder, self.adapter.index, own, cast=True, alone=self.base.alone)
-        for target in self.adapter.trained.targets:
-            local, (rows, columns) = local_region(parameters[f"{target}.weight"])
-            local.copy_(local + self.adapter.product(target, rows, columns).to(local.device))
+        for name in self.adapter.trained.adapted:
+            local, (*experts, rows, columns) = local_region(parameters[name])
+            stacked = [(f"{name}@{i}", local[i - own.start]) for own in experts for i in range(own.start, own.stop)]
+            for matrix, values in stacked or [(name, local)]:
+                values.copy_(values + self.adapter.product(matrix, rows, columns).to(values.device))
 
 
 def open_weights(folder: Path, base: Path | None = None, alone: bool = False) -> WeightSource | AdapterSource:

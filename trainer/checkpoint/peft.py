@@ -1,18 +1,18 @@
 """Adapters in the format of the package peft."""
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from models.huggingface import text_name
 from models.sizes import text_of
 from models.spec import ModelSpec, meta_model
-from trainer.adapters.select import LORA_A, LORA_B
+from trainer.adapters.select import LORA_A, LORA_B, TrainedParameters, adaptable_weights, matrices_of, weight_of
 from trainer.checkpoint.adapter import AdapterCheckpoint
 from trainer.checkpoint.commit import Tensors, require_match
 from trainer.checkpoint.huggingface import TEXT_MODEL, file_inside, open_tensors, read_object
@@ -50,11 +50,21 @@ class PeftNames:
         """Name of a stored tensor of the base model -> names of the parameters whose rows it contains, in order."""
         self.num_rows = {name: sum(matrices[m].shape[0] for m in group) for name, group in self.groups.items()}
         """Name of a stored tensor of the base model -> number of rows."""
+        adaptable = adaptable_weights(self.model)
+        self.adaptable = {
+            matrix: _module_of(self.hf.name(matrix)) for matrix in self.matrices(adaptable, self.parameters)
+        }
+        """Name of a matrix that can have an adapter -> name of its module in the base model."""
+
+    @staticmethod
+    def matrices(names: Iterable[str], parameters: Mapping[str, Tensor]) -> list[str]:
+        """Return the names, each stack replaced by its matrices, `name@expert`. parameters: by name."""
+        sizes = {name: parameters[name].shape[0] if parameters[name].dim() == 3 else None for name in names}
+        return [m for n, size in sizes.items() for m in ([n] if size is None else [f"{n}@{i}" for i in range(size)])]
 
     def base(self, name: str) -> str:
-        """Return the parameter of the base model to which a trained parameter belongs."""
-        module, _, leaf = name.rpartition(".")
-        return f"{module}.weight" if leaf in _LEAVES else name
+        """Return the matrix of the base model to which a trained matrix belongs."""
+        return weight_of(name) if _leaf_of(name) else name
 
     def in_base(self, stored: str) -> str:
         """Return the name in the base model of a tensor or a module of the text model."""
@@ -62,20 +72,36 @@ class PeftNames:
         return f"{self.text_model}{stored.removeprefix(TEXT_MODEL)}" if is_inside else stored
 
     def stored(self, name: str) -> str:
-        stored, leaf = self.in_base(self.hf.name(self.base(name))), name.rpartition(".")[2]
-        return _PREFIX + (f"{stored.removesuffix('weight')}{_LEAVES[leaf]}" if leaf in _LEAVES else stored)
+        stored, leaf = self.in_base(self.hf.name(self.base(name))), _leaf_of(name)
+        return _PREFIX + (f"{stored.removesuffix('weight')}{_LEAVES[leaf]}" if leaf else stored)
 
     def shape(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape of the stored tensor of a trained parameter. shape: of the parameter."""
-        rows = shape[0] if name.endswith(LORA_A) else self.num_rows[self.hf.name(self.base(name))]
-        return rows, *shape[1:]
+        """Return the shape of the stored tensor of a trained matrix. shape: of the parameter, which may be a stack."""
+        rows, *columns = shape[-2:]
+        return rows if _leaf_of(name) == LORA_A else self.num_rows[self.hf.name(self.base(name))], *columns
+
+    def unsupported_adapters(self, adapted: Iterable[str]) -> str:
+        """Return why peft cannot load adapters of these weights, or "" if it can. transformers 5 stacks the matrices of experts.
+        There, peft converts adapters of experts, which it recognizes by the last words of their names, if none is missing."""
+        stacks = [name for name in adaptable_weights(self.model) if self.parameters[name].dim() == 3]
+        adapted = set(adapted)
+        own = [name for name in stacks if name in adapted]
+        if own and self.hf.stack_of(own[0]) is not None:
+            return f"{own[0]} has adapters, and those of experts of {self.hf.architecture} are not written in peft's format"
+        if own and (missing := [name for name in stacks if name not in adapted]):
+            return (
+                f"{missing[0]} has no adapters, but {own[0]} has, and peft can only adapt all matrices of all experts"
+            )
+        words = {_last_word(self.adaptable[f"{name}@0"]) for name in stacks if self.hf.stack_of(name) is None}
+        for name in sorted(adapted - {*own}):
+            if (word := _last_word(self.adaptable[name])) in words:
+                return f"{name} has an adapter, but peft takes {word} for a matrix of experts"
+        return ""
 
     def unsupported(self, fully: Iterable[str]) -> str:
         """Return why peft cannot train these parameters of the model without training others, or "" if it can."""
         if stack := next(filter(self.hf.is_stack, sorted(fully)), ""):
-            return (
-                f"{stack} contains the matrices of all experts, and peft's format has only adapters of linear modules"
-            )
+            return f"{stack} contains the matrices of all experts, and peft cannot train them fully"
         uses = [parameter for _, parameter in self.model.named_parameters(remove_duplicate=False)]
         for stored, group in self.hf.tensors(sorted(fully, key=layer_order)).items():
             name = group[0]
@@ -86,10 +112,24 @@ class PeftNames:
         return ""
 
 
-def require_peft_support(names: PeftNames, fully: Iterable[str], key: str = "") -> None:
-    """Raise ConfigError if peft cannot train these parameters of the model without training others. key: setting that requires
-    peft's format, or "" for a command."""
-    if problem := names.unsupported(fully):
+def _leaf_of(name: str) -> str:
+    """Return LORA_A or LORA_B for a matrix of an adapter, and "" for another parameter."""
+    parameter = name.partition("@")[0]
+    return next(filter(parameter.endswith, _LEAVES), "")
+
+
+def _module_of(stored: str) -> str:
+    return stored.removesuffix(".weight")
+
+
+def _last_word(module: str) -> str:
+    return module.rpartition(".")[2]
+
+
+def require_peft_support(names: PeftNames, trained: TrainedParameters, key: str = "") -> None:
+    """Raise ConfigError if peft cannot train these parameters without training others. key: setting that requires peft's format,
+    or "" for a command."""
+    if problem := names.unsupported(trained.fully) or names.unsupported_adapters(trained.adapted):
         raise ConfigError(key, f"{problem}; scripts/convert_hf.py merge writes the complete model")
 
 
@@ -130,29 +170,37 @@ def load_peft(folder: Path, names: PeftNames, own: Tensors, trained: Tensors) ->
         def read(name: str) -> Tensor:
             return tensors.get_tensor(key_of[name])
 
-        stored = {n: p for n, p in trained.items() if not names.hf.is_stack(n)}
-        expected = {names.stored(n): torch.empty(names.shape(n, p.shape), device="meta") for n, p in stored.items()}
-        problems = [*filter(None, [names.unsupported(trained.keys() & names.parameters.keys())])]
+        stored = names.matrices([n for n in trained if not names.hf.is_stack(n)], trained)
+        shapes = {name: names.shape(name, trained[name.partition("@")[0]].shape) for name in stored}
+        expected = {names.stored(name): torch.empty(shape, device="meta") for name, shape in shapes.items()}
+        stacks = [weight for n in trained if _leaf_of(n) and names.hf.stack_of(weight := weight_of(n)) is not None]
+        problems = [names.unsupported(trained.keys() & names.parameters.keys()), names.unsupported_adapters(stacks)]
+        problems = [*filter(None, problems)]
         problems += [f"{key} is not trained by this run" for key in sorted(index.keys() - expected.keys())]
         require_match(folder, index, expected, cast=True, problems=problems)
         # The rows are compared only now, because all tensors have the expected shapes.
         require_match(folder, {}, {}, cast=True, problems=[*_dropped_rows(names, read, trained)])
         for name, parameter in own.items():
+            local, region = local_region(parameter)
+            if parameter.dim() == 3:  # the adapters of this rank's experts
+                for i, matrix in enumerate(local, region[0].start):
+                    matrix.copy_(read(names.stored(f"{name}@{i}"))[region[1:]])
+                continue
             value = read(names.stored(name))
             if not name.endswith(LORA_A):
                 base = names.base(name)
                 value = value[names.first_row[base] :][: parameter.shape[0]]
                 value = names.hf.restore(base, value, names.head_dim)
-            local, region = local_region(parameter)
             local.copy_(value[region])
 
 
 def _dropped_rows(names: PeftNames, read: Callable[[str], Tensor], trained: Tensors) -> Iterator[str]:
     """Yield the problem of each second matrix whose rows of parameters that the run does not train are not zero. read: returns a
     tensor by the name that it has if the base is a text model."""
-    for stored, group in names.hf.tensors(names.base(name) for name in trained if name.endswith(LORA_B)).items():
+    second = names.matrices([name for name in trained if name.endswith(LORA_B)], trained)
+    for stored, group in names.hf.tensors(map(names.base, second)).items():
         if len(group) < len(names.groups[stored]):
-            key = names.stored(f"{group[0].removesuffix('weight')}{LORA_B}")
+            key = names.stored(matrices_of(group[0])[1])
             untrained = torch.ones(names.num_rows[stored], dtype=torch.bool)
             for name in group:
                 untrained[names.first_row[name] :][: len(names.parameters[name])] = False
@@ -166,9 +214,10 @@ def write_peft(checkpoint: Path, out: Path) -> None:
     Raises CorruptError or ConfigError."""
     adapter = AdapterCheckpoint.open(checkpoint, alone=True)
     config, names = adapter.config, PeftNames(adapter.spec, adapter.sizes, adapter.text_model)
-    require_peft_support(names, adapter.trained.fully)
+    require_peft_support(names, adapter.trained)
     files = exported_files(checkpoint, adapter.metadata)
-    groups = names.hf.tensors(f"{target}.weight" for target in sorted(adapter.trained.targets, key=layer_order))
+    adapted = sorted(adapter.trained.adapted, key=layer_order)
+    groups = names.hf.tensors(names.matrices(adapted, names.parameters))
     own = names.hf.tensors(sorted(adapter.trained.fully, key=layer_order))
 
     def own_rows(name: str) -> Tensor:
@@ -176,30 +225,34 @@ def write_peft(checkpoint: Path, out: Path) -> None:
 
     entries = []
     for stored, group in groups.items():
-        target = group[0].removesuffix(".weight")
-        a, rank = adapter.index[f"model/{target}.{LORA_A}"], config.rank * len(group)
-        first_matrices = [f"{name.removesuffix('weight')}{LORA_A}" for name in group]
-        for leaf, shape, pieces in (
-            (LORA_A, (rank, a.shape[1]), partial(map, adapter.read, first_matrices)),
-            (LORA_B, (names.num_rows[stored], rank), partial(_block_diagonal, adapter, names, group)),
-        ):
-            entries.append(TensorWrite(names.stored(f"{target}.{leaf}"), a.dtype, shape, pieces))
+        first_matrices, rank = [matrices_of(name)[0] for name in group], config.rank * len(group)
+        a = adapter.index[f"model/{first_matrices[0].partition('@')[0]}"]
+        first, second = map(names.stored, matrices_of(group[0]))
+        entries += [
+            TensorWrite(first, a.dtype, (rank, a.shape[-1]), partial(map, adapter.read, first_matrices)),
+            TensorWrite(
+                second, a.dtype, (names.num_rows[stored], rank), partial(_block_diagonal, adapter, names, group)
+            ),
+        ]
     for stored, group in own.items():
         first = adapter.index[f"model/{group[0]}"]
         shape = names.num_rows[stored], *first.shape[1:]
         entries.append(TensorWrite(names.stored(group[0]), first.dtype, shape, partial(map, own_rows, group)))
-    fused = {names.in_base(n).removesuffix(".weight"): len(group) for n, group in groups.items() if len(group) > 1}
+    fused = {names.in_base(_module_of(n)): len(group) for n, group in groups.items() if len(group) > 1}
+    # peft joins the adapters of w1 and w3 to one of twice the rank and alpha. With rslora, that would change the scale.
+    rslora = config.rslora and not any("@" in group[0] for group in groups.values())
+    alpha = config.alpha if rslora == config.rslora else config.scale * config.rank
     content = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": str(adapter.base),
         "r": config.rank,
-        "lora_alpha": config.alpha,
+        "lora_alpha": alpha,
         "lora_dropout": 0.0,
-        "use_rslora": config.rslora,
+        "use_rslora": rslora,
         "bias": "none",
         "target_modules": _target_modules(names, groups),
-        "modules_to_save": [names.in_base(stored).removesuffix(".weight") for stored in own] or None,
+        "modules_to_save": [names.in_base(_module_of(stored)) for stored in own] or None,
         "rank_pattern": {module: config.rank * n for module, n in fused.items()},
         "alpha_pattern": {module: config.alpha * (n**0.5 if config.rslora else n) for module, n in fused.items()},
         "inference_mode": True,
@@ -213,7 +266,7 @@ def write_peft(checkpoint: Path, out: Path) -> None:
 
 def _block_diagonal(adapter: AdapterCheckpoint, names: PeftNames, group: Sequence[str]) -> Iterator[Tensor]:
     """Yield the matrix whose blocks are the second matrices of the group. The rows of other parameters are zero."""
-    blocks = [adapter.read(f"{name.removesuffix('weight')}{LORA_B}") for name in group]
+    blocks = [adapter.read(matrices_of(name)[1]) for name in group]
     rank = adapter.config.rank
     matrix = blocks[0].new_zeros(names.num_rows[names.hf.name(group[0])], rank * len(group))
     for i, (name, block) in enumerate(zip(group, blocks, strict=True)):
@@ -225,9 +278,7 @@ def _block_diagonal(adapter: AdapterCheckpoint, names: PeftNames, group: Sequenc
 def _target_modules(names: PeftNames, stored: Iterable[str]) -> list[str]:
     """Return the shortest names that peft recognizes: those of the modules in a layer, if all layers have the same targets. The
     modules of other modalities have these names too."""
-    targets = {name.removesuffix(".weight") for name in stored}
-    linear = (n for n, m in names.model.named_modules() if isinstance(m, nn.Linear))
-    modules = {names.hf.name(f"{name}.weight").removesuffix(".weight") for name in linear}
-    leaves = {name.rpartition(".")[2] for name in targets}
-    is_uniform = {name for name in modules if name.rpartition(".")[2] in leaves} == targets
-    return sorted(leaves if is_uniform and names.text_model == TEXT_MODEL else map(names.in_base, targets))
+    targets = set(map(_module_of, stored))
+    words = set(map(_last_word, targets))
+    is_uniform = {module for module in names.adaptable.values() if _last_word(module) in words} == targets
+    return sorted(words if is_uniform and names.text_model == TEXT_MODEL else map(names.in_base, targets))

@@ -94,7 +94,7 @@ def resolve(config: Config, world_size: int) -> ResolvedRun:
     if config.lora.rank and config.checkpoint.resize_embeddings:
         require_trained_vocabulary(model, plan, trained)
     if config.checkpoint.export_huggingface and config.lora.rank:
-        require_peft_support(PeftNames(spec, sizes), trained.fully, "checkpoint.export_huggingface")
+        require_peft_support(PeftNames(spec, sizes), trained, "checkpoint.export_huggingface")
     stages = partition_blocks(model, plan, config.parallel)
     _check_stages(config, plan, stages, trained)
     buffers = frozenset(saved_buffers(model))
@@ -125,7 +125,7 @@ def resolve(config: Config, world_size: int) -> ResolvedRun:
         quantized_share=quantized_share,
         fp32_moments=fp32_moments,
         flops_per_token=trained.flops_per_token(model, training.seq_len),
-        fingerprint=_fingerprint(config) | {FAMILY: family} | dimensions,
+        fingerprint=_fingerprint(config) | {FAMILY: family} | dimensions | _adapters_of_experts(trained),
         shared=_values(config, lambda setting: not setting.constraint.per_node)
         | {"compile.enabled": compiled, "model.type": spec.huggingface.model_type, **dimensions},
     )
@@ -187,6 +187,12 @@ def _for_seq_len(sizes: Any, seq_len: int, overrides: Collection[str]) -> Any:
             message = f"must be {text_of(getattr(resulting, name))} for [training] seq_len = {seq_len}"
             raise ConfigError(f"model.overrides.{name}", message)
     return resulting
+
+
+def _adapters_of_experts(trained: TrainedParameters) -> dict[str, int]:
+    """Return an entry of the fingerprint if experts have adapters. In older checkpoints, the targets "*" were linear modules."""
+    num_stacks = sum(len(shape) == 3 for shape in trained.shapes.values())
+    return {"number of adapters of experts": num_stacks // 2} if num_stacks else {}
 
 
 def _fingerprint(config: Config) -> dict[str, Any]:

@@ -13,8 +13,7 @@ from typing import Any, TextIO
 import torch
 import torch.distributed as dist
 
-from models.spec import meta_model
-from trainer.adapters.select import SCALE_SETTINGS, excessive_rank, frozen_experts
+from trainer.adapters.select import SCALE_SETTINGS, excessive_rank, expert_adapters
 from trainer.checkpoint import resume
 from trainer.checkpoint.export import export_run
 from trainer.checkpoint.huggingface import window_and_generation
@@ -279,8 +278,8 @@ def adapter_notes(config: Config, resolved: ResolvedRun) -> list[str]:
     """Return lines about adapters that do less, or more, than a user may expect."""
     if config.lora.rank is None:
         return []
-    model, trained = meta_model(resolved.spec.model, resolved.sizes), resolved.trained
-    lines = (excessive_rank(trained, config.lora.rank), frozen_experts(model, trained, resolved.model_name))
+    trained = resolved.trained
+    lines = (excessive_rank(trained, config.lora.rank), expert_adapters(trained, resolved.model_name))
     return list(filter(None, lines))
 
 

@@ -152,8 +152,18 @@ def _correct_each_microbatch(engine: Engine) -> None:
     step.start_microbatch = start_microbatch
 
 
-def _has_experts(config: Config, resolved: ResolvedRun) -> bool:
-    return resolved.plan.has_experts
+def _factors_of_experts(change: Callable[[Tensor], Tensor]) -> AbstractContextManager:
+    """Change the matrices of the experts' adapters where they are multiplied. change: of a stack, on the rank that holds it."""
+    original = adapters._expert_factors
+    return patch.object(adapters, "_expert_factors", lambda *args: tuple(map(change, original(*args))))
+
+
+def _trains_experts(config: Config, resolved: ResolvedRun) -> bool:
+    return any(".experts." in name for name in resolved.trained.names)
+
+
+def _adapts_experts(config: Config, resolved: ResolvedRun) -> bool:
+    return any(".experts." in name for name in resolved.trained.shapes)
 
 
 def _has_balance_loss(config: Config, resolved: ResolvedRun) -> bool:
@@ -221,30 +231,48 @@ BUGS = {
     "gradients of routers not summed over tp": Bug(
         ("tp=2",),
         lambda: patch.object(experts, "Partial", Replicate),
-        applies=_has_experts,
+        applies=lambda config, resolved: any("router" in name for name in resolved.trained.fully),
         parameters="router",
     ),
     "gradients of experts counted ep times": Bug(
         ("dp_shard=2 ep=2",),
         lambda: _after_init(Engine, partial(_count_twice, part=".experts.")),
-        applies=_has_experts,
+        applies=_trains_experts,
         parameters="experts.",
     ),
-    "rows sent to experts without a gradient": Bug(("dp_shard=2 ep=2",), _rows_detached, applies=_has_experts),
+    "rows sent to experts without a gradient": Bug(("dp_shard=2 ep=2",), _rows_detached, applies=_trains_experts),
     "gradients of a sequence's parts not gathered over tp": Bug(
         ("tp=2 ep=2 sequence_parallel=false",),
         lambda: patch.object(experts, "_forward_on_own_tokens", _sliced_sequence),
-        applies=_has_experts,
+        applies=_trains_experts,
     ),
     "gradient norm without experts": Bug(
         ("tp=2 ep=2",),
         lambda: _after_init(Engine, partial(_weight_of_experts_in_norm, factor=0.0)),
-        applies=_has_experts,
+        applies=_trains_experts,
     ),
     "gradient norm of experts averaged over ep": Bug(
         ("dp_shard=2 ep=2",),
         lambda: _after_init(Engine, partial(_weight_of_experts_in_norm, factor=0.5)),
-        applies=_has_experts,
+        applies=_trains_experts,
+    ),
+    "adapters of experts added to the rows of other experts": Bug(
+        ("dp_shard=2 ep=2",),
+        lambda: _factors_of_experts(lambda stack: stack.roll(1, 0)),
+        applies=_adapts_experts,
+        parameters="lora_",
+    ),
+    "adapters of experts shared by the experts of a rank": Bug(
+        ("dp_shard=2 ep=2",),
+        lambda: _factors_of_experts(lambda stack: stack[:1].expand_as(stack).contiguous()),
+        applies=_adapts_experts,
+        parameters="lora_",
+    ),
+    "adapters of experts without a gradient": Bug(
+        ("dp_shard=2 ep=2",),
+        lambda: _factors_of_experts(lambda stack: stack.detach() + 0 * stack),
+        applies=_adapts_experts,
+        parameters="experts.",
     ),
     "balance loss without a gradient": Bug(("dp_shard=2",), _losses_detached, applies=_has_balance_loss),
     "balance loss not divided by the number of microbatches": Bug(

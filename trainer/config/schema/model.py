@@ -75,7 +75,8 @@ class LoraConfig:
     """Probability with which a value of an adapter's input is set to zero in training. The values depend on the seed, not on the
     layout."""
     targets: Annotated[tuple[str, ...], ADAPTED, FIXED] = ("*",)
-    """Names of linear modules of the blocks, or patterns: "*.attention.w[qv]", "layers.3.*". "*": all of them."""
+    """Names of linear modules of the blocks and of matrices of experts, or patterns: "*.attention.w[qv]", "layers.3.*",
+    "*.experts.w1". "*": all of them."""
     train_fully: Annotated[tuple[str, ...], ADAPTED, FIXED] = ()
     """Names or patterns of modules whose own parameters are trained in addition to the adapters: "tok_embeddings", "*norm"."""
     init: Annotated[Literal["kaiming", "gaussian"], ADAPTED] = "kaiming"
