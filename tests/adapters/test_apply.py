@@ -84,7 +84,7 @@ def test_an_adapter_drops_inputs_in_training_only():
     config = LoraConfig(rank=4, dropout=0.5)
     model = OneBlock("0", lambda h, context: linear(h))
     model.layers["0"].wq = linear = nn.Linear(64, 8, bias=False)
-    trained = TrainedParameters(frozenset(), adapter_shapes(model, ["layers.0.wq"], 4))
+    trained = TrainedParameters(frozenset(), adapter_shapes(model, ["layers.0.wq.weight"], 4))
     apply_lora(model, "layers", trained, config, seed=0)
     for parameter in (linear.lora_a, linear.lora_b):
         nn.init.ones_(parameter)
