@@ -13,7 +13,7 @@ from trainer.system.children import exit_with_parent, start_fork_server
 def _wait(pid_file):
     exit_with_parent()
     pid_file.write_text(str(os.getpid()))
-    time.sleep(60)
+    time.sleep(600)
 
 
 def start(pid_file):
@@ -34,7 +34,7 @@ def test_a_child_of_the_fork_server_exits_with_the_process_that_started_it(tmp_p
     pid_file = tmp_path / "pid"
     code = f"from pathlib import Path; from tests.system.test_children import start; start(Path({str(pid_file)!r}))"
     parent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
-    end = time.monotonic() + 30
+    end = time.monotonic() + 120
     while not (pid_file.exists() and pid_file.read_text()) and time.monotonic() < end:
         time.sleep(0.01)
     child = int(pid_file.read_text())
