@@ -48,7 +48,6 @@ def planned(size, *flags, ranks=(0,), on_gpu=False, model=MODEL, imbalance=0.0):
         (2, ["--parallel.tp", "2", "--training.compute_dtype", "bf16"]),
         (2, ["--parallel.cp", "2"]),
         (2, ["--parallel.pp", "2", "--data.document_mask", "true"]),
-        (2, ["--model.name", "mixtral", "--parallel.ep", "2"]),
     ],
 )
 def test_the_simulated_peak_is_that_of_the_allocator(ranks, size, layout):
@@ -164,14 +163,13 @@ def one_layer():
 
 def test_the_busiest_rank_of_ep_needs_memory_for_its_rows():
     flags = [*EIGHT, "--model.name", "mixtral", "--parallel.ep", "2"]
-    plans = [planned(2, *flags, model=TWO_BLOCKS, imbalance=x)[0] for x in (0.0, 0.5, 1.0, 2.0)]
+    plans = [planned(2, *flags, model=TWO_BLOCKS, imbalance=x)[0] for x in (0.0, 0.5, 2.0)]
     # ep and fsdp have the same ranks.
     sent = [plan.traffic[("ep", "all-to-all")].num_bytes for plan in plans]
     assert sent == sorted(sent) and ("fsdp", "all-to-all") not in plans[0].traffic
-    even, busy, all_rows, more = (max(plan.timeline["activations"]) for plan in plans)
+    even, busy, all_rows = (max(plan.timeline["activations"]) for plan in plans)
     assert busy - even > 2 * 2 * 128 * 256 * 4  # in each of two blocks, one tensor of 256 more rows
-    assert all_rows - busy == pytest.approx(busy - even, rel=0.01)
-    assert more == all_rows  # one rank has at most all rows
+    assert all_rows - even == pytest.approx(2 * (busy - even), rel=0.01)  # one of two ranks gets at most all rows
 
 
 def test_a_gpu_saves_less_for_backward_of_a_norm():
