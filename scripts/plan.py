@@ -59,6 +59,10 @@ def arguments() -> Arguments:
     add("--price-per-gpu-hour", type=positive_float, metavar="X", help="report the price of the run, in the unit of X")
     reserve_help = "device memory that the allocator cannot use: driver context, NCCL buffers"
     add("--reserve-gib", type=non_negative_float, default=GPU_RESERVE_BYTES / GIB, metavar="X", help=reserve_help)
+    imbalance_help = (
+        "assume that the busiest rank of an ep group gets 1 + X times the mean rows of experts (default: 0)"
+    )
+    add("--expert-imbalance", type=non_negative_float, default=0.0, metavar="X", help=imbalance_help)
     add("--search", action="store_true", help="compare parallel layouts, and print the settings of the fastest")
     add("--max-candidates", type=positive_int, metavar="N", help="maximum number of layouts to simulate (default: 24)")
     add("--json", action="store_true", help="print JSON")
@@ -114,7 +118,7 @@ def print_search(config: Config, hardware: Hardware, args: argparse.Namespace, s
     latest: tuple = ()
     is_complete = False
     try:
-        for result in search(config, hardware, args.max_candidates or 24):
+        for result in search(config, hardware, args.max_candidates or 24, args.expert_imbalance):
             latest = result
         is_complete = True
     finally:
@@ -135,7 +139,7 @@ def main() -> None:
         figure = canvas(args.plot, "--plot") if args.plot else None
         if args.search:
             sys.exit(0 if print_search(config, hardware, args, settings).fits else 1)
-        result = estimate(config, hardware)
+        result = estimate(config, hardware, args.expert_imbalance)
     print(as_json(result) if args.json else as_text(result, args.device, args.tokens, args.price_per_gpu_hour))
     if figure is not None:  # after the plan, which a full disk must not hide
         draw(figure, args.plot, "--plot", result.largest, headline(result, args.device), accelerator.memory_gib)

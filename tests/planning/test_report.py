@@ -70,9 +70,13 @@ def test_an_interrupted_search_does_not_claim_the_best_layout(settings, is_compl
         is_tight=False,
         slowest=SimpleNamespace(bound="matmuls"),
         run_s=None,
+        resolved=SimpleNamespace(dims=SimpleNamespace(ep=2)),
+        expert_imbalance=0.5,
         config=SimpleNamespace(training=training),
     )
     config = SimpleNamespace(run=SimpleNamespace(name="run"))
     candidate = SimpleNamespace(settings=settings, toml=lambda: "tp = 2", flags=dict, config=config)
     lines = ranking(7, [(candidate, estimate)], {}, None, is_complete).splitlines()
     assert lines[0] == first and chosen in lines
+    rows = "the busiest rank gets 1.5 times the mean rows (--expert-imbalance 0.5)"
+    assert f"assumed of the experts of an ep group: {rows}" in lines

@@ -57,6 +57,14 @@ def test_a_group_that_spans_nodes_shares_their_network():
         assert time.overlapped_comm_s == pytest.approx(sent / (bandwidth * NETWORK_EFFICIENCY))
 
 
+def test_an_all_to_all_sends_only_the_bytes_for_other_nodes_over_the_network():
+    """8 ranks on two nodes of 4: of 8 GB, 4 GB leave the node. On one node of 4: 3 of 4 parts leave the rank."""
+    for ranks, seconds in ((range(8), 4e9 / 10e9), (range(4), 6e9 / 100e9), (range(0, 32, 4), 7e9 / 10e9)):
+        traffic = {("ep", "all-to-all"): Traffic(count=4, num_bytes=8e9)}
+        time = time_of(traffic=traffic, groups={"ep": list(ranks)})
+        assert time.exposed_comm_s == pytest.approx(seconds / NETWORK_EFFICIENCY)
+
+
 def test_overlapped_collectives_count_if_they_take_longer_than_the_computation():
     op_costs = {("bf16", 75 * 10**12, 0): 1}
     for num_bytes, total in ((8e9, 1.0), (8e11, 7 / 8 * 8e11 / (40e9 * NETWORK_EFFICIENCY))):

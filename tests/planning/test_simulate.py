@@ -5,6 +5,7 @@ import multiprocessing
 import os
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -12,6 +13,8 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 import trainer.planning.simulate
+from models import MODELS
+from models.spec import meta_model
 from tests.optim.test_offload import IN_BACKWARD
 from trainer.config import ConfigError
 from trainer.config.load import load_config
@@ -31,9 +34,9 @@ MODEL = [*TWO_BLOCKS[:-1], "4"]
 EIGHT = ["--training.global_batch_size", "8"]
 
 
-def planned(size, *flags, ranks=(0,), on_gpu=False, model=MODEL):
+def planned(size, *flags, ranks=(0,), on_gpu=False, model=MODEL, imbalance=0.0):
     config = load_config([*model, *flags])
-    return simulate([(config, rank) for rank in ranks], size, on_gpu)
+    return simulate([(config, rank) for rank in ranks], size, on_gpu, imbalance)
 
 
 @pytest.mark.parametrize(
@@ -129,6 +132,44 @@ def test_traffic_is_recorded_by_axis():
     assert gathered.num_bytes > 2 * 4 * parameters / 2  # two microbatches, half of the rows on this tp rank
     assert {axis for axis, _ in plan.traffic} >= {"fsdp", "tp"}
     assert plan.group_ranks["tp"] == [0, 1] and plan.group_ranks["fsdp"] == [0, 2]
+
+
+@pytest.mark.parametrize("imbalance", [0.0, 0.5])
+def test_products_and_traffic_of_experts_are_those_of_the_formula(imbalance):
+    """One layer on four ranks: ep 2, and two ranks shard the experts of each."""
+    sizes, tokens, local = MODELS["mixtral"].sizes["debug"], 2 * 128, 4
+    flags = ["--model.name", "mixtral", "--parallel.ep", "2", "--model.overrides.n_layers", "1"]
+    (plan,) = planned(4, *EIGHT, *flags, model=TWO_BLOCKS[:-2], imbalance=imbalance)
+    sent, matrix = tokens * sizes.experts_per_token, 256 * sizes.hidden_dim
+    received = sent * (1 + imbalance)
+    # Three products forward and six backward of rows, matrices and the number of each expert's rows.
+    num_bytes = 4 * (received * (256 + sizes.hidden_dim) + local * matrix) + 8 * local
+    assert plan.op_costs[("fp32", 2 * received * matrix, num_bytes)] == 9
+    # Rows and results, forward and backward, and once the numbers of rows.
+    exchanged = plan.traffic[("ep", "all-to-all")]
+    assert exchanged.count == 5
+    assert exchanged.num_bytes == 4 * 4 * 256 * received + 8 * sizes.n_experts
+    # The experts of an ep rank are gathered for forward and for backward.
+    assert plan.traffic[("efsdp", "all-gather")].num_bytes == 2 * local * 3 * matrix * 4
+    assert plan.traffic[("efsdp", "reduce-scatter")].num_bytes == local * 3 * matrix * 4
+    others = sum(p.numel() for n, p in meta_model(*one_layer()).named_parameters() if ".experts." not in n)
+    assert plan.traffic[("fsdp", "reduce-scatter")].num_bytes == 4 * others
+
+
+def one_layer():
+    spec = MODELS["mixtral"]
+    return spec.model, replace(spec.sizes["debug"], dim=256, n_layers=1)
+
+
+def test_the_busiest_rank_of_ep_needs_memory_for_its_rows():
+    flags = [*EIGHT, "--model.name", "mixtral", "--parallel.ep", "2"]
+    plans = [planned(2, *flags, model=TWO_BLOCKS, imbalance=x)[0] for x in (0.0, 0.5, 2.0)]
+    # ep and fsdp have the same ranks.
+    sent = [plan.traffic[("ep", "all-to-all")].num_bytes for plan in plans]
+    assert sent == sorted(sent) and ("fsdp", "all-to-all") not in plans[0].traffic
+    even, busy, all_rows = (max(plan.timeline["activations"]) for plan in plans)
+    assert busy - even > 2 * 2 * 128 * 256 * 4  # in each of two blocks, one tensor of 256 more rows
+    assert all_rows - even == pytest.approx(2 * (busy - even), rel=0.01)  # one of two ranks gets at most all rows
 
 
 def test_a_gpu_saves_less_for_backward_of_a_norm():

@@ -128,6 +128,22 @@ def test_a_run_that_does_not_fit_exits_with_code_1():
             "--training.global_batch_size 32: must be a multiple of local_batch_size 4 x 5 data-parallel ranks = 20",
         ),
         (["--json", "--price-per-gpu-hour", "2"], "--price-per-gpu-hour: cannot be combined with --json"),
+        (
+            ["--expert-imbalance", "0.5", "--parallel.tp", "2"],
+            "--expert-imbalance 0.5: has no effect, because llama3/debug has no experts",
+        ),
+        (
+            ["--expert-imbalance", "0.5", "--model.name", "mixtral"],
+            "--expert-imbalance 0.5: has no effect with parallel.ep 1: a rank computes the experts of its own tokens",
+        ),
+        (
+            ["--expert-imbalance", "3", "--model.name", "mixtral", "--parallel.ep", "2"],
+            "--expert-imbalance 3: must be at most parallel.ep - 1 = 1: then one rank gets all rows",
+        ),
+        (
+            ["--search", "--expert-imbalance", "0.5"],
+            "--expert-imbalance 0.5: has no effect, because llama3/debug has no experts",
+        ),
         (["--max-candidates", "3"], "--max-candidates 3: requires --search"),
         (
             ["--device", "cpu", "--pcie-gbs", "3"],
@@ -230,7 +246,9 @@ def test_an_interrupted_search_prints_what_it_has_found(monkeypatch, capsys):
         script, "ranking", lambda count, found, *others: f"{len(found)} of {count} layouts, {others[-1]}"
     )
     with pytest.raises(KeyboardInterrupt):
-        script.print_search(None, None, Namespace(max_candidates=None, price_per_gpu_hour=None), [])
+        script.print_search(
+            None, None, Namespace(max_candidates=None, price_per_gpu_hour=None, expert_imbalance=0.0), []
+        )
     assert capsys.readouterr().out == "1 of 5 layouts, False\n"
 
 

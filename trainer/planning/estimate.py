@@ -60,6 +60,8 @@ class RunEstimate:
     simulations: list[Simulation]
     """Simulations of the representative ranks."""
     hardware: Hardware
+    expert_imbalance: float = 0.0
+    """The experts of a simulated rank get 1 + expert_imbalance times the mean rows of the ranks of ep."""
 
     @cached_property
     def times(self) -> list[StepTime]:
@@ -141,12 +143,36 @@ def representative_ranks(resolved: ResolvedRun) -> list[int]:
     return sorted({stage * per_stage for stage in (0, resolved.dims.pp // 2, resolved.dims.pp - 1)})
 
 
-def estimate(config: Config, hardware: Hardware) -> RunEstimate:
-    """Simulate the representative ranks of a run. Raises ConfigError if the configuration cannot run or cannot be simulated."""
+def check_imbalance(imbalance: float, resolved: ResolvedRun) -> None:
+    """Raise ConfigError if no rank of a run can have this imbalance. imbalance: as in `estimate`."""
+    option, ep = f"--expert-imbalance {imbalance:g}", resolved.dims.ep
+    if imbalance and not resolved.plan.has_experts:
+        raise ConfigError("", f"{option}: has no effect, because {resolved.model_name} has no experts")
+    if imbalance and ep == 1:
+        raise ConfigError(
+            "", f"{option}: has no effect with parallel.ep 1: a rank computes the experts of its own tokens"
+        )
+    if imbalance > ep - 1:
+        raise ConfigError("", f"{option}: must be at most parallel.ep - 1 = {ep - 1}: then one rank gets all rows")
+
+
+def estimate(config: Config, hardware: Hardware, expert_imbalance: float = 0.0) -> RunEstimate:
+    """Simulate the representative ranks of a run.
+
+    Args:
+        config: Of the run.
+        hardware: On which it runs.
+        expert_imbalance: The busiest rank of an ep group, which is simulated, gets 1 + expert_imbalance times the mean rows.
+
+    Raises:
+        ConfigError: The configuration cannot run or cannot be simulated.
+    """
     if config.activation_checkpoint.mode == "budget":
         raise ConfigError(
             "activation_checkpoint.mode", "cannot be planned, because the compiler selects the activations to save"
         )
     resolved = resolve(without_compiler(config), hardware.world_size)
+    check_imbalance(expert_imbalance, resolved)
     jobs = [(config, rank) for rank in representative_ranks(resolved)]
-    return RunEstimate(config, resolved, simulate(jobs, hardware.world_size, hardware.is_gpu), hardware)
+    simulations = simulate(jobs, hardware.world_size, hardware.is_gpu, expert_imbalance)
+    return RunEstimate(config, resolved, simulations, hardware, expert_imbalance)

@@ -2,12 +2,15 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
 from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.pipelining import _utils as pipelining
 from torch.distributed.tensor import DTensor, Partial, Replicate
@@ -17,7 +20,7 @@ from models.components import CausalAttention
 from models.context import Context
 from trainer.objective import cross_entropy
 from trainer.objective.cross_entropy import chunk_starts
-from trainer.parallel import experts
+from trainer.parallel import experts, mesh
 from trainer.parallel.attention import AttentionBackend, with_sinks
 from trainer.planning.recorder import Recorder
 from trainer.runtime.host_memory import HostTransfer
@@ -154,13 +157,27 @@ def bound_loss_chunks(recorder: Recorder) -> Iterator[None]:
         yield
 
 
-def even_splits() -> AbstractContextManager:
-    """Return a context manager in which every rank sends equally many rows to all experts: a simulation has no routes."""
+def own_groups() -> AbstractContextManager:
+    """Return a context manager in which each mesh axis gets a process group of its own, whose traffic is counted for this axis.
+    In a run, axes over all ranks share the world's group."""
+
+    def new_group(partition: list[list[int]], name: str, timeout: timedelta | None) -> ProcessGroup:
+        ranks = next(part for part in partition if dist.get_rank() in part)
+        return dist.new_group(ranks, timeout, use_local_synchronization=True, group_desc=name)
+
+    return patch.object(mesh, "_new_group", new_group)
+
+
+def assumed_splits(imbalance: float) -> AbstractContextManager:
+    """Return a context manager that replaces the numbers of rows that ranks of ep send each other: a simulation has no routes.
+    This rank receives equally many rows from each rank, together 1 + imbalance times those of an average rank, which are as many
+    as it sends. It cannot receive more than all rows of the group."""
 
     def sizes(num_rows: int, sent: Tensor, received: Tensor) -> tuple[list[int], list[int]]:
         ranks = len(sent)
-        even = [(num_rows + rank) // ranks for rank in range(ranks)]
-        return even, even
+        num_received = round(num_rows * min(1 + imbalance, ranks))
+        to_ranks, from_ranks = ([(n + rank) // ranks for rank in range(ranks)] for n in (num_rows, num_received))
+        return to_ranks, from_ranks
 
     return patch.object(experts, "split_sizes", sizes)
 

@@ -112,6 +112,8 @@ def _time_lines(estimate: RunEstimate, tokens: float | None, price: float | None
         f"{min(accelerator.gpus_per_node, world_size)} and of {accelerator.inter_node_bandwidth / 1e9:,.3g} GB/s between nodes",
         f"  figures of the device: {accelerator.source}",
     ]
+    if estimate.resolved.dims.ep > 1:
+        lines.append(f"  {imbalance_text(estimate.expert_imbalance)}")
     if estimate.largest.host:
         lines.append(
             f"  overlapped copies to and from host memory {time.host_copies_s:.3g} s, update in host memory "
@@ -122,6 +124,16 @@ def _time_lines(estimate: RunEstimate, tokens: float | None, price: float | None
     if tokens:
         lines.append(f"  {tokens:,.3g} tokens: {_duration(tokens / rate, world_size, price)}")
     return lines
+
+
+def imbalance_text(imbalance: float) -> str:
+    """Return what is assumed about the load of experts as text. imbalance: see RunEstimate."""
+    rows = (
+        f"the busiest rank gets {1 + imbalance:g} times the mean rows"
+        if imbalance
+        else "every rank gets equally many rows"
+    )
+    return f"assumed of the experts of an ep group: {rows} (--expert-imbalance {imbalance:g})"
 
 
 def run_duration(estimate: RunEstimate, price: float | None) -> str:
@@ -206,6 +218,8 @@ def ranking(
             f"{rate:>12,.0f} {rate / estimate.hardware.world_size:>10,.0f} {100 * estimate.mfu:>5.1f}% "
             f"{format_bytes(estimate.largest.peak):>11} {fits:<6} {estimate.slowest.bound:<28} {candidate}"
         )
+    if any(estimate.resolved.dims.ep > 1 for _, estimate in found):
+        lines += ["", imbalance_text(found[0][1].expert_imbalance)]
     best, estimate = found[0]
     so_far = "" if is_complete else f" of the {len(found)} simulated before the interrupt"
     if not estimate.fits:
@@ -254,6 +268,7 @@ def as_json(estimate: RunEstimate) -> str:
             "matmuls_s": time.matmuls_s,
             "memory_s": time.memory_s,
             "collectives_s": dict(time.collectives_s),
+            "expert_imbalance": estimate.expert_imbalance,
             "host_copies_s": time.host_copies_s,
             "host_update_s": time.host_update_s,
             "bubble": time.bubble,

@@ -12,7 +12,7 @@ from trainer.runtime.accelerators import AcceleratorSpec
 FLOPS_EFFICIENCY, BANDWIDTH_EFFICIENCY, NETWORK_EFFICIENCY = 0.75, 0.85, 0.8
 """Fractions of peak FLOP/s, memory bandwidth and network bandwidth that matmuls, other operators and collectives reach."""
 
-_OVERLAPPED_AXES = ("fsdp", "efsdp", "dp_replicate", "pp")
+OVERLAPPED_AXES = ("fsdp", "efsdp", "dp_replicate", "pp")
 """Mesh axes whose collectives overlap with computation."""
 
 
@@ -36,11 +36,11 @@ class StepTime:
     @property
     def exposed_comm_s(self) -> float:
         """Time of the collectives that do not overlap with computation."""
-        return sum(seconds for axis, seconds in self.collectives_s.items() if axis not in _OVERLAPPED_AXES)
+        return sum(seconds for axis, seconds in self.collectives_s.items() if axis not in OVERLAPPED_AXES)
 
     @property
     def overlapped_comm_s(self) -> float:
-        return sum(seconds for axis, seconds in self.collectives_s.items() if axis in _OVERLAPPED_AXES)
+        return sum(seconds for axis, seconds in self.collectives_s.items() if axis in OVERLAPPED_AXES)
 
     @property
     def critical_path_s(self) -> float:
@@ -58,7 +58,7 @@ class StepTime:
         if self.critical_path_s == self.host_copies_s:
             return "copies to and from host memory"
         if self.critical_path_s == self.overlapped_comm_s:
-            axis = max((a for a in self.collectives_s if a in _OVERLAPPED_AXES), key=lambda a: self.collectives_s[a])
+            axis = max((a for a in self.collectives_s if a in OVERLAPPED_AXES), key=lambda a: self.collectives_s[a])
             return f"collectives over {axis}"
         shares = {
             "matmuls": self.matmuls_s,
@@ -66,7 +66,7 @@ class StepTime:
             "pipeline bubble": self.critical_path_s / (1 - self.bubble) - self.critical_path_s,
             "update in host memory": self.host_update_s,
         }
-        shares |= {f"collectives over {a}": s for a, s in self.collectives_s.items() if a not in _OVERLAPPED_AXES}
+        shares |= {f"collectives over {a}": s for a, s in self.collectives_s.items() if a not in OVERLAPPED_AXES}
         return max(shares, key=lambda name: shares[name])
 
 
@@ -82,9 +82,7 @@ def step_time(simulation: Simulation, accelerator: AcceleratorSpec, bubble: floa
             memory_s += count * bytes_s
     collectives_s: Counter[str] = Counter()
     for (axis, collective), calls in simulation.traffic.items():
-        ranks = simulation.group_ranks[axis]
-        bandwidth = _group_bandwidth(ranks, accelerator, collective) * NETWORK_EFFICIENCY
-        collectives_s[axis] += wire_bytes(collective, calls.num_bytes, len(ranks)) / bandwidth
+        collectives_s[axis] += collective_s(collective, calls.num_bytes, simulation.group_ranks[axis], accelerator)
     pcie = accelerator.pcie_bandwidth * NETWORK_EFFICIENCY
     host_memory = accelerator.host_memory_bandwidth * BANDWIDTH_EFFICIENCY
     copied = simulation.host_transfer_bytes
@@ -106,15 +104,28 @@ def wire_bytes(collective: str, num_bytes: float, ranks: int) -> float:
     return 2 * once if collective == "all-reduce" else once
 
 
-def _group_bandwidth(ranks: Sequence[int], accelerator: AcceleratorSpec, collective: str) -> float:
-    """Return each rank's bandwidth within a process group, in bytes per second. A hierarchical collective sends each byte out of
-    a node only once, so the inter-node bandwidths of the node's ranks add up. An all-to-all sends other bytes to each rank."""
-    ranks_per_node = Counter(rank // accelerator.gpus_per_node for rank in ranks)
-    if len(ranks_per_node) == 1:
-        return accelerator.intra_node_bandwidth
-    if collective == "all-to-all":
-        return accelerator.inter_node_bandwidth
-    return min(accelerator.intra_node_bandwidth, accelerator.inter_node_bandwidth * min(ranks_per_node.values()))
+def collective_s(collective: str, num_bytes: float, ranks: Sequence[int], accelerator: AcceleratorSpec) -> float:
+    """Return the time of collectives over a process group, in seconds.
+
+    Args:
+        collective: Name, as in Simulation.traffic.
+        num_bytes: Size of the full tensors.
+        ranks: Of the process group.
+        accelerator: Has the bandwidths.
+    """
+    within, between = accelerator.intra_node_bandwidth, accelerator.inter_node_bandwidth
+    on_nodes = Counter(rank // accelerator.gpus_per_node for rank in ranks)
+    fewest = min(on_nodes.values())
+    if len(on_nodes) == 1:
+        seconds = wire_bytes(collective, num_bytes, len(ranks)) / within
+    elif collective == "all-to-all":
+        # A rank sends other bytes to each rank, to its node and to others at the same time.
+        to_a_rank = num_bytes / len(ranks)
+        seconds = max(to_a_rank * (len(ranks) - fewest) / between, to_a_rank * (max(on_nodes.values()) - 1) / within)
+    else:
+        # A hierarchical collective sends each byte out of a node only once, so the bandwidths of the node's ranks add up.
+        seconds = wire_bytes(collective, num_bytes, len(ranks)) / min(within, between * fewest)
+    return seconds / NETWORK_EFFICIENCY
 
 
 def pipeline_bubble(parallel: ParallelConfig, microbatches: int) -> float:

@@ -1,25 +1,25 @@
 """Search for the fastest parallel layouts that fit and leave a margin of memory."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-import numpy as np
-
 from models.moe import Experts
+from models.sizes import MixtureSizes, PartlySparseSizes
 from models.spec import meta_model
 from trainer.config import Config, ConfigError
 from trainer.config.rules import check_combinations
 from trainer.config.toml_text import toml_value
+from trainer.parallel.mesh import ParallelDims
 from trainer.parallel.pipeline import stages_per_rank
-from trainer.planning.estimate import Hardware, RunEstimate, margin_bytes, representative_ranks
-from trainer.planning.roofline import pipeline_bubble, step_time
+from trainer.planning.estimate import Hardware, RunEstimate, check_imbalance, margin_bytes, representative_ranks
+from trainer.planning.roofline import OVERLAPPED_AXES, collective_s, pipeline_bubble, step_time
 from trainer.planning.simulate import Simulation, blocks_per_rank, num_blocks, simulate_each, without_compiler
 from trainer.run.preflight import minimum_memory
-from trainer.run.resolve import ResolvedRun, resolve
+from trainer.run.resolve import ResolvedRun, resolve, resolve_model
 from trainer.runtime.device import DTYPES
 from trainer.system.console import Progress, progress
 from trainer.system.process import cores
@@ -71,13 +71,18 @@ def _powers_of_two(limit: int) -> list[int]:
 
 
 def candidates(config: Config, hardware: Hardware) -> list[Candidate]:
-    """Return every legal layout with every mode of activation checkpointing. tp is at most a node's size; cp is as configured."""
+    """Return every legal layout with every mode of activation checkpointing. tp is at most a node's size; cp is as configured; ep
+    is 1 for a model without experts."""
     limit_tp = min(hardware.accelerator.gpus_per_node, hardware.world_size)
+    _, sizes = resolve_model(config.model)
+    n_experts = sizes.n_experts if isinstance(sizes, MixtureSizes) else 1
     found = []
     for tp, pp in product(_powers_of_two(limit_tp), _powers_of_two(_MAX_PP)):
         schedules = ("1F1B", "Interleaved1F1B") if pp > 1 else ("",)
-        for schedule, mode, reduce_every in product(schedules, _MODES, (False,) if pp > 1 else (False, True)):
-            settings = _settings(config, tp, pp, schedule, mode, reduce_every)
+        degrees = _common_divisors(n_experts, hardware.world_size // pp)
+        modes = product(schedules, _MODES, (False,) if pp > 1 else (False, True), degrees)
+        for schedule, mode, reduce_every, ep in modes:
+            settings = _settings(config, tp, pp, ep, schedule, mode, reduce_every)
             sections = {section: replace(getattr(config, section), **values) for section, values in settings.items()}
             changed = replace(config, **sections)
             with suppress(ConfigError):
@@ -88,11 +93,18 @@ def candidates(config: Config, hardware: Hardware) -> list[Candidate]:
     return found
 
 
+def _common_divisors(a: int, b: int) -> list[int]:
+    common = math.gcd(a, b)
+    return [n for n in range(1, common + 1) if common % n == 0]
+
+
 def _settings(
-    config: Config, tp: int, pp: int, schedule: str, mode: str, reduce_every: bool
+    config: Config, tp: int, pp: int, ep: int, schedule: str, mode: str, reduce_every: bool
 ) -> dict[str, dict[str, Any]]:
     """Return the settings of a layout. Settings that suit only the configured layout are reset to their defaults."""
     parallel = {"dp_replicate": 1, "dp_shard": -1, "cp": config.parallel.cp, "tp": tp, "pp": pp}
+    if ep > 1 or config.parallel.ep > 1:
+        parallel["ep"] = ep
     if schedule:
         parallel["pipeline_schedule"] = schedule
     parallel |= {name: value for name, value in _RESET.items() if getattr(config.parallel, name) != value}
@@ -105,35 +117,55 @@ def _settings(
 # ---------------------------------------------------------------- ranking
 
 
-def _family(candidate: Candidate) -> tuple[int, str]:
-    """Return the family: (tp, mode of activation checkpointing). Candidates of the same family have equal block costs."""
-    return candidate.resolved.dims.tp, candidate.config.activation_checkpoint.mode
+_Family = tuple[int, str, bool]
+"""(tp, mode of activation checkpointing, whether ep > 1). Candidates of the same family have equal block costs: ep changes only
+the traffic, which is computed from its size."""
 
 
-def _block_costs(found: Sequence[Candidate], simulator: "_Simulator", most: int) -> dict[tuple[int, str], np.ndarray]:
-    """Return the cost of each family: bytes of activations and seconds for one transformer block and one microbatch on a rank.
-    The cost is the difference between the costs of two small models, divided by the difference in their numbers of blocks.
-    most: maximum number of candidates that are simulated later."""
-    families = {_family(candidate): candidate.config for candidate in reversed(found)}
+@dataclass(frozen=True)
+class _BlockCost:
+    """Cost of one transformer block and one microbatch on a rank."""
+
+    activation_bytes: float
+    computing_s: float
+    """Time of the operators."""
+    traffic: Mapping[tuple[str, str], float]
+    """(axis, collective) -> size of the full tensors, in bytes."""
+    ep: int
+    """Degree with which the cost was measured. The parameters that efsdp gathers are proportional to 1 / ep."""
+
+
+def _family(candidate: Candidate) -> _Family:
+    dims = candidate.resolved.dims
+    return dims.tp, candidate.config.activation_checkpoint.mode, dims.ep > 1
+
+
+def _block_costs(found: Sequence[Candidate], simulator: "_Simulator", most: int) -> dict[_Family, _BlockCost]:
+    """Return the cost of each family: the difference between the costs of two small models, divided by the difference in their
+    numbers of blocks. most: maximum number of candidates that are simulated later."""
+    # The first candidate of a family has the smallest ep, with which efsdp has the most ranks.
+    families = {_family(candidate): candidate for candidate in reversed(found)}
     depth = found[0].config.activation_checkpoint.every_n_blocks
     world_size = simulator.hardware.world_size
-    shallow = [_shallow(config, n, world_size) for config in families.values() for n in (depth, 2 * depth)]
+    shallow = [_shallow(c, n, world_size) for c in families.values() for n in (depth, 2 * depth)]
     blocks = [num_blocks(config, resolve(without_compiler(config), world_size)) for config in shallow]
     blocks[0] += _IMPORT_BLOCKS
     later = most * _total_blocks(found) / len(found)  # it is not known yet which
     simulator.announce(f"measuring blocks for at most {most} of {counted(len(found), 'layout')}", sum(blocks) + later)
     simulations = simulator.run([(config, 0) for config in shallow], blocks)
-    costs = [
-        _cost(config, simulation, simulator.hardware) for config, simulation in zip(shallow, simulations, strict=True)
-    ]
     return {
-        family: (twice - once) / depth for family, once, twice in zip(families, costs[::2], costs[1::2], strict=True)
+        family: _block_cost(once, twice, depth, candidate.resolved.dims.ep, simulator.hardware)
+        for (family, candidate), once, twice in zip(families.items(), simulations[::2], simulations[1::2], strict=True)
     }
 
 
-def _shallow(config: Config, n_layers: int, world_size: int) -> Config:
-    """Return a copy of the configuration with n_layers blocks, one microbatch and no pipeline."""
+def _shallow(candidate: Candidate, n_layers: int, world_size: int) -> Config:
+    """Return a copy of the configuration with n_layers blocks, one microbatch and no pipeline. All blocks have experts if most
+    blocks of the model have."""
+    config, sizes = candidate.config, candidate.resolved.sizes
     overrides = config.model.overrides | {"n_layers": n_layers}
+    if isinstance(sizes, PartlySparseSizes) and 2 * sum(sizes.all_sparse_layers) > sizes.n_layers:
+        overrides["sparse_layers"] = (True,)
     ranks = world_size // (config.parallel.cp * config.parallel.tp)
     batch = ranks * config.training.local_batch_size
     return replace(
@@ -144,10 +176,19 @@ def _shallow(config: Config, n_layers: int, world_size: int) -> Config:
     )
 
 
-def _cost(config: Config, simulation: Simulation, hardware: Hardware) -> np.ndarray:
-    """Return an array: the peak bytes of activations in a step, and the time of the step in seconds."""
-    time = step_time(simulation, hardware.accelerator, bubble=0.0)
-    return np.array([max(simulation.timeline["activations"]), time.matmuls_s + time.memory_s + time.exposed_comm_s])
+def _block_cost(once: Simulation, twice: Simulation, depth: int, ep: int, hardware: Hardware) -> _BlockCost:
+    """Return the cost of a block, from models with `depth` and with 2 * depth blocks."""
+
+    def of(simulation: Simulation) -> tuple[int, float]:
+        time = step_time(simulation, hardware.accelerator, bubble=0.0)
+        return max(simulation.timeline["activations"]), time.matmuls_s + time.memory_s
+
+    (bytes_once, s_once), (bytes_twice, s_twice) = of(once), of(twice)
+    traffic = {
+        key: (calls.num_bytes - (once.traffic[key].num_bytes if key in once.traffic else 0)) / depth
+        for key, calls in twice.traffic.items()
+    }
+    return _BlockCost((bytes_twice - bytes_once) / depth, (s_twice - s_once) / depth, traffic, ep)
 
 
 def _likely_memory(candidate: Candidate, block_bytes: float) -> float:
@@ -173,12 +214,40 @@ def _num_trained_of_experts(resolved: ResolvedRun) -> int:
     return sum(model.get_parameter(name).numel() for name in own if name in resolved.trained.fully)
 
 
-def _likely_speed(candidate: Candidate, block_s: float) -> float:
+def _likely_speed(candidate: Candidate, cost: _BlockCost, hardware: Hardware) -> float:
     """Return the likely number of tokens per second."""
     resolved, training = candidate.resolved, candidate.config.training
-    computing = block_s * blocks_per_rank(resolved) * resolved.grad_accum
+    dims, exposed_s, overlapped_s = resolved.dims, cost.computing_s * resolved.grad_accum, 0.0
+    for (axis, collective), num_bytes in cost.traffic.items():
+        size = num_bytes * cost.ep / dims.ep if axis == "efsdp" else num_bytes
+        seconds = collective_s(collective, size, _first_group(axis, dims), hardware.accelerator)
+        if axis not in OVERLAPPED_AXES:
+            exposed_s += seconds * resolved.grad_accum
+            continue
+        # A pipeline gathers parameters once for all microbatches.
+        once = dims.pp > 1 or (collective != "all-gather" and not training.reduce_every_microbatch)
+        overlapped_s += seconds if once else seconds * resolved.grad_accum
+    step_s = blocks_per_rank(resolved) * max(exposed_s, overlapped_s)
     idle = pipeline_bubble(candidate.config.parallel, resolved.grad_accum)
-    return training.global_batch_size * training.seq_len / computing * (1 - idle)
+    return training.global_batch_size * training.seq_len / step_s * (1 - idle)
+
+
+def _first_group(axis: str, dims: ParallelDims) -> range:
+    """Return the ranks of rank 0's process group along a mesh axis (trainer/parallel/mesh.py)."""
+    sizes = {
+        "pp": (dims.pp, dims.ranks_per_stage),
+        "dp_replicate": (dims.dp_replicate, dims.fsdp * dims.tp),
+        "fsdp": (dims.fsdp, dims.tp),
+        "tp": (dims.tp, 1),
+        "batch": (dims.batch, dims.cp * dims.tp),
+        "cp": (dims.cp, dims.tp),
+        "loss": (dims.batch * dims.cp, dims.tp),
+        "efsdp": (dims.efsdp, dims.ep),
+        "ep": (dims.ep, 1),
+        "world": (dims.world_size, 1),
+    }
+    size, stride = sizes[axis]
+    return range(0, size * stride, stride)
 
 
 def ranked(found: Sequence[Candidate], simulator: "_Simulator", most: int) -> list[tuple[float, bool, Candidate]]:
@@ -187,11 +256,11 @@ def ranked(found: Sequence[Candidate], simulator: "_Simulator", most: int) -> li
     costs, hardware = _block_costs(found, simulator, most), simulator.hardware
     likely = []
     for candidate in found:
-        block_bytes, block_s = costs[_family(candidate)].tolist()
-        memory = _likely_memory(candidate, block_bytes)
+        cost = costs[_family(candidate)]
+        memory = _likely_memory(candidate, cost.activation_bytes)
         if memory < hardware.usable_bytes:
             is_tight = memory + margin_bytes(candidate.config, hardware, memory) > hardware.usable_bytes
-            likely.append((_likely_speed(candidate, block_s), is_tight, candidate))
+            likely.append((_likely_speed(candidate, cost, hardware), is_tight, candidate))
     return sorted(likely, key=lambda entry: (entry[1], -entry[0]))
 
 
@@ -201,8 +270,9 @@ def ranked(found: Sequence[Candidate], simulator: "_Simulator", most: int) -> li
 class _Simulator:
     """Runs the simulations of a search and shows their progress, in blocks that are simulated (`num_blocks`)."""
 
-    def __init__(self, hardware: Hardware, bar: Progress):
-        self.hardware, self.bar = hardware, bar
+    def __init__(self, hardware: Hardware, imbalance: float, bar: Progress):
+        """imbalance: as in `simulate_each`."""
+        self.hardware, self.imbalance, self.bar = hardware, imbalance, bar
 
     def announce(self, what: str, remaining: float) -> None:
         """Show what the next simulations are for. remaining: number of blocks that the search has yet to simulate."""
@@ -212,7 +282,7 @@ class _Simulator:
     def run(self, jobs: Sequence[tuple[Config, int]], blocks: Sequence[int]) -> list[Simulation]:
         """Simulate pairs (configuration, rank). blocks: number of blocks of each simulation."""
         hardware, simulations = self.hardware, []
-        found = simulate_each(jobs, hardware.world_size, hardware.is_gpu, lambda: self.bar.update(0))
+        found = simulate_each(jobs, hardware.world_size, hardware.is_gpu, lambda: self.bar.update(0), self.imbalance)
         for count, simulation in zip(blocks, found, strict=True):
             simulations.append(simulation)
             self.bar.update(count)
@@ -223,7 +293,10 @@ class _Simulator:
         blocks = [num_blocks(candidate.config, candidate.resolved) for candidate, _ in jobs]
         simulations = iter(self.run([(candidate.config, rank) for candidate, rank in jobs], blocks))
         of_ranks = [[next(simulations) for _ in representative_ranks(c.resolved)] for c in batch]
-        return [RunEstimate(c.config, c.resolved, s, self.hardware) for c, s in zip(batch, of_ranks, strict=True)]
+        return [
+            RunEstimate(c.config, c.resolved, s, self.hardware, self.imbalance)
+            for c, s in zip(batch, of_ranks, strict=True)
+        ]
 
 
 def _total_blocks(found: Sequence[Candidate]) -> int:
@@ -231,17 +304,28 @@ def _total_blocks(found: Sequence[Candidate]) -> int:
 
 
 def search(
-    config: Config, hardware: Hardware, max_candidates: int
+    config: Config, hardware: Hardware, max_candidates: int, expert_imbalance: float = 0.0
 ) -> Iterator[tuple[int, list[tuple[Candidate, RunEstimate]]]]:
     """Yield the number of legal layouts and the candidates that are simulated so far, with their estimates. The configured layout
     and the layouts that are probably the best are simulated. Layouts that leave the margin come first, then those that only fit.
-    Faster layouts come before slower ones. Raises ConfigError if no layout can run, or if none is likely to fit."""
+    Faster layouts come before slower ones.
+
+    Args:
+        config: The configured run.
+        hardware: On which it runs.
+        max_candidates: Maximum number of layouts to simulate.
+        expert_imbalance: As in `estimate`, but a rank of ep gets at most ep times the mean rows.
+
+    Raises:
+        ConfigError: No layout can run, none is likely to fit, or none can have this imbalance.
+    """
     found = candidates(config, hardware)
     if not found:
         resolve(without_compiler(config), hardware.world_size)  # raises the reason
         raise ConfigError("", f"no parallel layout can run on {counted(hardware.world_size, 'rank')}")
+    check_imbalance(expert_imbalance, max(found, key=lambda candidate: candidate.resolved.dims.ep).resolved)
     with progress(None, " blocks", "", is_bound=True) as bar:
-        yield from _search(config, found, max_candidates, _Simulator(hardware, bar))
+        yield from _search(config, found, max_candidates, _Simulator(hardware, expert_imbalance, bar))
 
 
 def _search(

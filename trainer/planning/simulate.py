@@ -28,10 +28,11 @@ from trainer.parallel.pipeline import SCHEDULES, stages_per_rank
 from trainer.planning.patches import (
     FAKE_GPU_KERNELS,
     annotate_fsdp,
+    assumed_splits,
     bound_loss_chunks,
-    even_splits,
     fused_norms,
     ignore_sharding_trials,
+    own_groups,
     record_host_buffers,
     skip_shape_negotiation,
 )
@@ -91,18 +92,24 @@ class Simulation:
         return sum(flops * count for (_, flops, _), count in self.op_costs.items())
 
 
-def simulate(jobs: Sequence[tuple[Config, int]], world_size: int, on_gpu: bool) -> list[Simulation]:
+def simulate(
+    jobs: Sequence[tuple[Config, int]], world_size: int, on_gpu: bool, imbalance: float = 0.0
+) -> list[Simulation]:
     """Return the simulations of `simulate_each`, and show the progress."""
     simulations = []
     with progress(len(jobs), " simulations", "simulating") as bar:
-        for simulation in simulate_each(jobs, world_size, on_gpu, lambda: bar.update(0)):
+        for simulation in simulate_each(jobs, world_size, on_gpu, lambda: bar.update(0), imbalance):
             simulations.append(simulation)
             bar.update(1)
     return simulations
 
 
 def simulate_each(
-    jobs: Sequence[tuple[Config, int]], world_size: int, on_gpu: bool, on_wait: Callable[[], object]
+    jobs: Sequence[tuple[Config, int]],
+    world_size: int,
+    on_gpu: bool,
+    on_wait: Callable[[], object],
+    imbalance: float = 0.0,
 ) -> Iterator[Simulation]:
     """Simulate one step for each job, and yield the results in order. Each job runs in a new process. Otherwise DTensor would use
     the process groups that it cached for the previous job.
@@ -112,6 +119,7 @@ def simulate_each(
         world_size: Number of ranks of the run.
         on_gpu: Whether to simulate the kernels and the allocator of a GPU.
         on_wait: Called every second while no result is available.
+        imbalance: The experts of a simulated rank get 1 + imbalance times the mean rows of the ranks of ep.
 
     Raises:
         ConfigError: A process was killed.
@@ -120,7 +128,7 @@ def simulate_each(
     context = for_pool(start_fork_server(["trainer.planning.simulate"]))
     with ProcessPoolExecutor(processes, context, initializer=exit_with_parent, max_tasks_per_child=1) as pool:
         try:
-            for future in [pool.submit(_simulate, job, world_size, on_gpu) for job in jobs]:
+            for future in [pool.submit(_simulate, job, world_size, on_gpu, imbalance) for job in jobs]:
                 while not wait([future], timeout=_REFRESH_S).done:
                     on_wait()
                 yield future.result()
@@ -149,21 +157,22 @@ def without_compiler(config: Config) -> Config:
     return replace(config, compile=CompileConfig(enabled=False), parallel=parallel)
 
 
-def _simulate(job: tuple[Config, int], world_size: int, on_gpu: bool) -> Simulation:
+def _simulate(job: tuple[Config, int], world_size: int, on_gpu: bool, imbalance: float = 0.0) -> Simulation:
     config, rank = without_compiler(job[0]), job[1]
     resolved = resolve(config, world_size)
     count, simulated = resolved.grad_accum, _num_simulated(config, resolved)
     resolved = replace(resolved, grad_accum=simulated)
     pipelined = resolved.dims.pp > 1
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
-    meshes = Meshes(resolved.dims, CPU, has_experts=resolved.plan.has_experts)
+    with own_groups():
+        meshes = Meshes(resolved.dims, CPU, has_experts=resolved.plan.has_experts)
     parts = build_model_parts(config, resolved, meshes, FAKE_GPU_KERNELS if on_gpu else CPU_BACKEND)
     recorder = Recorder(on_gpu)
     with (
         FakeTensorMode(allow_non_fake_inputs=True) as fake,
         fused_norms(on_gpu),
         bound_loss_chunks(recorder),
-        even_splits(),
+        assumed_splits(imbalance),
         record_host_buffers() as buffers,
     ):
         engine = Engine(config, resolved, CPU, meshes, parts, build_objective(config, resolved, meshes))

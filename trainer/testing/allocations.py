@@ -30,6 +30,7 @@ from trainer.parallel.mesh import Meshes
 from trainer.planning.patches import annotate_fsdp
 from trainer.run.resolve import resolve
 from trainer.runtime.dtensor import to_local
+from trainer.testing.routing import even_routes
 
 _POINT_TO_POINT = (torch.ops.c10d.send.default, torch.ops.c10d.recv_.default, torch.ops.c10d.recv_any_source_.default)
 """Operations that another rank may only complete after later operations of this rank."""
@@ -118,7 +119,7 @@ def silence_profiler() -> None:
 
 def measure(argv: Sequence[str], repeats: int) -> Counter[str]:
     """Measure the memory of `repeats` steps after a warm-up step. Return category -> number of bytes, at the memory peak of
-    the step with the lowest peak. Every rank must call this."""
+    the step with the lowest peak. Experts get equally many rows, as the planner assumes. Every rank must call this."""
     engine, step = build_step(load_config(argv))
 
     def label_sum(parameter: Tensor) -> None:
@@ -133,6 +134,7 @@ def measure(argv: Sequence[str], repeats: int) -> Counter[str]:
         profile(activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=True) as profiler,
         annotate_fsdp(_label),
         patch.object(torch.autograd, "_engine_run_backward", recorded_backward),
+        even_routes(),
         _WaitForRelease(),
     ):
         # The profiler does not record the release of a buffer that was allocated before the profile.

@@ -1,7 +1,7 @@
 """Helpers for scripts/parity.py, scripts/dev/ and the tests: layouts as text, settings of small runs, and tables."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
 from models import MODELS
@@ -92,6 +92,12 @@ LLAMA_100M = {
     **{"training.seq_len": "512", "training.local_batch_size": "1", "training.global_batch_size": "4"},
 }
 """Model and batch settings of a model with 100M parameters, for measurements on a CPU."""
+MIXTRAL_50M = LLAMA_100M | {
+    **{"model.name": "mixtral", "model.overrides.dim": "512", "model.overrides.n_layers": "4"},
+    **{"model.overrides.n_heads": "8", "model.overrides.head_dim": "64", "model.overrides.hidden_dim": "768"},
+    "model.overrides.vocab_size": "8192",
+}
+"""The same of a model with 8 experts in each layer and 50M parameters."""
 
 
 @dataclass(frozen=True)
@@ -138,9 +144,9 @@ def settings_of(argv: Sequence[str]) -> dict[str, str]:
     return {flag.removeprefix("--"): value for flag, value in parse_argv(argv).items()}
 
 
-def with_default_model(settings: dict[str, str]) -> dict[str, str]:
-    """Return the settings, with LLAMA_100M as defaults unless they name a configuration file or a model size."""
-    return settings if {"config", "model.size"} & set(settings) else LLAMA_100M | settings
+def with_default_model(settings: dict[str, str], default: Mapping[str, str] = LLAMA_100M) -> dict[str, str]:
+    """Return the settings, with those of a default model unless they name a configuration file or a model size."""
+    return settings if {"config", "model.size"} & set(settings) else {**default, **settings}
 
 
 def num_ranks(parallel: ParallelConfig) -> int:

@@ -5,14 +5,16 @@ that are compared use the same decisions, and those that a run would have made d
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
 from models.context import Context
-from models.moe import MixtureOfExperts
+from models.moe import MixtureOfExperts, Router
 from trainer.parallel.balance import Balance
 
 _POSITION_BITS, _DOCUMENT_BITS = 24, 16
@@ -82,6 +84,19 @@ class RouterLog:
     def decisions(self) -> dict[int, Decisions]:
         """Return the recorded decisions of each layer."""
         return {layer: Decisions.join(parts) for layer, parts in self.recorded.items()}
+
+
+def even_routes() -> AbstractContextManager:
+    """Return a context manager in which routers send tokens to all experts in turn, so that experts get equally many rows. The
+    routers allocate the memory of their own choice."""
+    choose = Router.choose
+
+    def choose_in_turn(router: Router, scores: Tensor) -> Tensor:
+        experts = choose(router, scores)
+        turns = torch.arange(experts.numel(), device=experts.device) % scores.shape[-1]
+        return experts.copy_(turns.view_as(experts))
+
+    return patch.object(Router, "choose", choose_in_turn)
 
 
 def _note_context(forward: Callable[..., Tensor], contexts: list[Context], x: Tensor, context: Context) -> Tensor:
