@@ -58,9 +58,19 @@ def num_groups(config):
     [
         (ParallelConfig(), {"all ranks", "one rank"}),
         (ParallelConfig(tp=4), {"all ranks", "one rank"}),
+        (ParallelConfig(cp=4), {"all ranks", "one rank", "cp"}),  # whose exchanges must not wait for FSDP
         (ParallelConfig(tp=2), {"all ranks", "one rank", "fsdp", "batch", "loss", "tp"}),
         (ParallelConfig(pp=2, cp=2), {"all ranks", "one rank", "pp", "fsdp", "cp", "loss"}),
     ],
 )
 def test_axes_of_one_name_and_all_axes_of_one_rank_share_a_process_group(ranks, config, groups):
     assert ranks(4).run(num_groups, config) == [len(groups)] * 4
+
+
+def groups_of_experts():
+    meshes = Meshes(ParallelDims.from_config(ParallelConfig(ep=4), 4), torch.device("cpu"), has_experts=True)
+    return meshes.experts["ep"].get_group() is dist.group.WORLD, meshes.model["fsdp"].get_group() is dist.group.WORLD
+
+
+def test_experts_on_all_ranks_have_a_group_of_their_own(ranks):
+    assert ranks(4).run(groups_of_experts) == [(False, True)] * 4

@@ -92,7 +92,8 @@ class ParallelDims:
 
 class Meshes:
     """Device meshes over the same ranks. Axes of the same name have the same ranks in all meshes and share a process group.
-    All axes of size 1 share one group. No other axes share a group, because collectives of one group wait for each other."""
+    All axes of size 1 share one group. Axes over all ranks use the world's group, except cp and ep: their exchanges would wait for
+    the collectives of FSDP over the same ranks."""
 
     def __init__(
         self, dims: ParallelDims, device: torch.device, timeout: timedelta | None = None, has_experts: bool = False
@@ -115,7 +116,7 @@ class Meshes:
                 if name not in groups:
                     # One row of ranks for each position on the other axes.
                     partition = ranks.movedim(axis, -1).flatten(0, -2).tolist()
-                    groups[name] = _new_group(partition, f"mesh_{name}", timeout)
+                    groups[name] = _new_group(partition, name, timeout)
                     if timeout is not None and groups[name].size() > 1:
                         lift_torch_limit(groups[name])
             axis_groups = [groups[name] for name in group_names]
@@ -133,16 +134,17 @@ class Meshes:
         """Mesh whose axis "loss" contains the ranks that compute the loss of different tokens."""
 
 
-def _new_group(partition: list[list[int]], name: str, timeout: timedelta | None) -> ProcessGroup:
+def _new_group(partition: list[list[int]], axis: str, timeout: timedelta | None) -> ProcessGroup:
     """Return the process group of this rank's part.
 
     Args:
         partition: The ranks of each part; together, the parts contain all ranks.
-        name: Shown in messages.
+        axis: Name of the mesh axis, which is shown in messages.
         timeout: Of collectives. None: torch's default.
     """
-    if len(partition) == 1:
+    if len(partition) == 1 and axis not in ("cp", "ep"):
         return dist.group.WORLD
+    name = f"mesh_{axis}"
     if dist.group.WORLD.bound_device_id is not None:
         return dist.split_group(None, partition, timeout, group_desc=name)  # one call for all parts
     ranks = next(part for part in partition if dist.get_rank() in part)

@@ -159,11 +159,11 @@ def bound_loss_chunks(recorder: Recorder) -> Iterator[None]:
 
 def own_groups() -> AbstractContextManager:
     """Return a context manager in which each mesh axis gets a process group of its own, whose traffic is counted for this axis.
-    In a run, axes over all ranks share the world's group."""
+    In a run, most axes over all ranks share the world's group."""
 
-    def new_group(partition: list[list[int]], name: str, timeout: timedelta | None) -> ProcessGroup:
+    def new_group(partition: list[list[int]], axis: str, timeout: timedelta | None) -> ProcessGroup:
         ranks = next(part for part in partition if dist.get_rank() in part)
-        return dist.new_group(ranks, timeout, use_local_synchronization=True, group_desc=name)
+        return dist.new_group(ranks, timeout, use_local_synchronization=True, group_desc=axis)
 
     return patch.object(mesh, "_new_group", new_group)
 
