@@ -92,8 +92,8 @@ class ParallelDims:
 
 class Meshes:
     """Device meshes over the same ranks. Axes of the same name have the same ranks in all meshes and share a process group.
-    All axes of size 1 share one group. Axes over all ranks use the world's group, except cp and ep: their exchanges would wait for
-    the collectives of FSDP over the same ranks."""
+    All axes of size 1 share one group. Axes over all ranks use the world's group, except cp and ep: their exchanges would wait
+    for the collectives of FSDP over the same ranks."""
 
     def __init__(
         self, dims: ParallelDims, device: torch.device, timeout: timedelta | None = None, has_experts: bool = False
