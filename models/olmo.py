@@ -25,7 +25,7 @@ from models.huggingface import (
 )
 from models.moe import MixtureOfExperts
 from models.rope import Rope
-from models.sizes import DEBUG_DERIVED, DEBUG_EXPERTS, DecoderSizes, MixedSizes, MixtureSizes, text_of
+from models.sizes import DEBUG_DERIVED, DEBUG_EXPERTS, DecoderSizes, MixedSizes, MixtureSizes, SizeError, text_of
 from models.spec import LayerKind, ModelSpec
 
 
@@ -46,6 +46,12 @@ class Olmo3Sizes(Olmo2Sizes, MixedSizes):
 @dataclass(frozen=True, kw_only=True)
 class OlmoeSizes(MixtureSizes):
     attention_bias: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.n_heads * self.head_dim != self.dim:  # transformers normalizes dim values of the queries
+            message = f"head_dim {self.head_dim} x n_heads {self.n_heads} must be dim {self.dim}"
+            raise SizeError(message, "head_dim", "n_heads", "dim")
 
 
 def _attention(sizes: Olmo2Sizes | OlmoeSizes, kind: LayerKind) -> Attention:

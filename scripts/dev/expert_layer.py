@@ -54,6 +54,7 @@ def print_experts(dtype: str, tokens: int, repeats: int) -> None:
     for turn in range(repeats + 1):
         for name, part in parts.items():
             layer.zero_grad()
+            x.grad = rows.grad = None
             start = time.perf_counter()
             part().float().sum().backward()
             if turn:  # the first one warms up

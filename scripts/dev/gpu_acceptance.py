@@ -42,6 +42,7 @@ from models.spec import meta_model, saved_weights
 from trainer.checkpoint.model_metadata import ModelMetadata
 from trainer.checkpoint.storage import TensorWrite
 from trainer.checkpoint.write_model import write_model
+from trainer.config import ConfigError
 from trainer.config.command_line import Arguments, run_to_end
 from trainer.config.load import load_config
 from trainer.run.resolve import resolve
@@ -384,7 +385,7 @@ def run_part(part: str, session: Session) -> bool:
             return None
         try:
             return tasks[row]()
-        except (Failed, OSError, KeyError, ValueError, ArithmeticError) as error:
+        except (Failed, ConfigError, OSError, KeyError, ValueError, ArithmeticError) as error:
             return {"error": str(error) or repr(error)}
 
     with ThreadPoolExecutor(CONCURRENT.get(part, 1)) as pool:

@@ -121,6 +121,9 @@ COMBINATIONS = {
     "--model.name olmoe --model.overrides.experts_per_token 9": (
         "--model.overrides.experts_per_token 9: experts_per_token 9 must be at most n_experts 8"
     ),
+    "--model.name olmoe --model.overrides.head_dim 32": (
+        "--model.overrides.head_dim 32: head_dim 32 x n_heads 8 must be dim 128"
+    ),
     "--model.name qwen3-moe --model.overrides.sparse_layers [false]": (
         "--model.overrides.sparse_layers [false]: sparse_layers must contain true: without experts it is a dense model"
     ),

@@ -51,8 +51,9 @@ FAMILIES = {
     "qwen3": ["--model.name", "qwen3", "--model.overrides.head_dim", "16"],
     **{
         name: ["--model.name", name, "--model.overrides.head_dim", "16", "--model.overrides.hidden_dim", "48"]
-        for name in ("mixtral", "olmoe", "qwen3-moe", "gpt-oss")
+        for name in ("mixtral", "qwen3-moe", "gpt-oss")
     },
+    "olmoe": ["--model.name", "olmoe", "--model.overrides.head_dim", "4", "--model.overrides.hidden_dim", "48"],
     "phi": [
         *(
             "--model.name",
@@ -182,7 +183,7 @@ ROWS = [
     "dp_shard=2 optimizer.offload=state training.parameter_dtype=bf16 lora.dtype=bf16 lora.init=gaussian",
     "tp=2 qwen3",
     "dp_shard=2 ep=2 mixtral",
-    "dp_shard=2 tp=2 ep=2 training.compute_dtype=bf16 mixtral",
+    "dp_shard=2 tp=2 ep=2 mixtral",
     "tp=2 ep=2 lora.targets=*.w2,*.w3 activation_checkpoint.mode=full gpt-oss",
     "dp_shard=2 tp=2 phi",
 ]

@@ -75,6 +75,7 @@ def test_compiled_blocks_share_a_graph_and_recompute_gathers_as_configured(ranks
 def step_of_experts(mode, compiled):
     """Return gradients and statistics of a step of a model with dense blocks and blocks with experts on one rank."""
     torch._dynamo.reset()
+    counters.clear()
     spec = MODELS["deepseek-v3"]
     sizes = spec.sizes["debug"]
     plan = meta_model(spec.model, sizes).plan()
@@ -90,10 +91,12 @@ def step_of_experts(mode, compiled):
         initialize(model, seed=0)
         apply_balance(model, ExpertsConfig(balance_loss=0.01, z_loss=0.01), 2, meshes, CPU)
         batch = inputs(sizes)
-        for _ in range(2):
-            model(*batch, head=CrossEntropyHead(batch[0], 1024)).backward()
+        losses = [model(*batch, head=CrossEntropyHead(batch[0], 1024)) for _ in range(2)]  # as in a pipeline
+        for loss in losses:
+            loss.backward()
     totals = [module.balance.totals for module in model.modules() if isinstance(module, MixtureOfExperts)]
-    return {name: p.grad for name, p in model.named_parameters()}, torch.stack(totals)
+    graphs = counters["stats"]["unique_graphs"]
+    return {name: p.grad for name, p in model.named_parameters()}, torch.stack(totals), graphs
 
 
 def steps_of_experts():
@@ -103,9 +106,10 @@ def steps_of_experts():
 
 def test_a_block_with_experts_is_one_graph_whatever_it_recomputes(ranks):
     """A break in a graph raises an exception, except around a checkpoint: torch would run the complete block eagerly."""
-    (((gradients, totals), compiled),) = ranks(1).run(steps_of_experts)
+    (((gradients, totals, _), compiled),) = ranks(1).run(steps_of_experts)
     assert totals[:, :-2].sum() == 2 * 2 * 16 * 2 * len(totals)
-    for compiled_gradients, compiled_totals in compiled:
+    for compiled_gradients, compiled_totals, graphs in compiled:
+        assert graphs == 2  # of dense blocks, and of those with experts
         torch.testing.assert_close(compiled_totals, totals)
         torch.testing.assert_close(compiled_gradients, gradients, rtol=1e-4, atol=1e-6)
 

@@ -50,7 +50,8 @@ class PeftNames:
         """Name of a stored tensor of the base model -> names of the parameters whose rows it contains, in order."""
         self.num_rows = {name: sum(matrices[m].shape[0] for m in group) for name, group in self.groups.items()}
         """Name of a stored tensor of the base model -> number of rows."""
-        adaptable = adaptable_weights(self.model)
+        # Without tied output projections, whose parameter has another name: they have no adapters.
+        adaptable = [name for name in adaptable_weights(self.model) if name in self.parameters]
         self.adaptable = {
             matrix: _module_of(self.hf.name(matrix)) for matrix in self.matrices(adaptable, self.parameters)
         }
@@ -83,7 +84,7 @@ class PeftNames:
     def unsupported_adapters(self, adapted: Iterable[str]) -> str:
         """Return why peft cannot load adapters of these weights, or "" if it can. transformers 5 stacks the matrices of experts.
         There, peft converts adapters of experts, which it recognizes by the last words of their names, if none is missing."""
-        stacks = [name for name in adaptable_weights(self.model) if self.parameters[name].dim() == 3]
+        stacks = [name for name, p in self.parameters.items() if self.hf.is_stack(name) and p.dim() == 3]
         adapted = set(adapted)
         own = [name for name in stacks if name in adapted]
         if own and self.hf.stack_of(own[0]) is not None:
@@ -254,7 +255,7 @@ def write_peft(checkpoint: Path, out: Path) -> None:
         "target_modules": _target_modules(names, groups),
         "modules_to_save": [names.in_base(_module_of(stored)) for stored in own] or None,
         "rank_pattern": {module: config.rank * n for module, n in fused.items()},
-        "alpha_pattern": {module: config.alpha * (n**0.5 if config.rslora else n) for module, n in fused.items()},
+        "alpha_pattern": {module: alpha * (n**0.5 if rslora else n) for module, n in fused.items()},
         "inference_mode": True,
     }
     with atomic_folder(out) as folder:

@@ -160,11 +160,11 @@ def _block_costs(found: Sequence[Candidate], simulator: "_Simulator", most: int)
 
 
 def _shallow(candidate: Candidate, n_layers: int, world_size: int) -> Config:
-    """Return a copy of the configuration with n_layers blocks, one microbatch and no pipeline. All blocks have experts if most
-    blocks of the model have."""
+    """Return a copy of the configuration with n_layers blocks, one microbatch and no pipeline. All blocks have experts if any
+    block of the model has: an upper bound."""
     config, sizes = candidate.config, candidate.resolved.sizes
     overrides = config.model.overrides | {"n_layers": n_layers}
-    if isinstance(sizes, PartlySparseSizes) and 2 * sum(sizes.all_sparse_layers) > sizes.n_layers:
+    if isinstance(sizes, PartlySparseSizes):
         overrides["sparse_layers"] = (True,)
     ranks = world_size // (config.parallel.cp * config.parallel.tp)
     batch = ranks * config.training.local_batch_size
@@ -211,7 +211,8 @@ def _num_trained_of_experts(resolved: ResolvedRun) -> int:
     model = meta_model(resolved.spec.model, resolved.sizes)
     experts = (name for name, module in model.named_modules() if isinstance(module, Experts))
     own = (f"{name}.{leaf}" for name in experts for leaf, _ in model.get_submodule(name).named_parameters())
-    return sum(model.get_parameter(name).numel() for name in own if name in resolved.trained.fully)
+    adapters = sum(math.prod(shape) for shape in resolved.trained.shapes.values() if len(shape) == 3)
+    return adapters + sum(model.get_parameter(name).numel() for name in own if name in resolved.trained.fully)
 
 
 def _likely_speed(candidate: Candidate, cost: _BlockCost, hardware: Hardware) -> float:

@@ -82,7 +82,7 @@ def _count_twice(engine: Engine, part: str) -> None:
     def forward_backward(*args: Any) -> Sequence[Tensor]:
         results = original(*args)
         for name, parameter in engine.parameters.items():
-            if part in name:
+            if part in name and parameter.grad is not None:
                 parameter.grad.mul_(2)
         return results
 
@@ -156,6 +156,10 @@ def _factors_of_experts(change: Callable[[Tensor], Tensor]) -> AbstractContextMa
     """Change the matrices of the experts' adapters where they are multiplied. change: of a stack, on the rank that holds it."""
     original = adapters._expert_factors
     return patch.object(adapters, "_expert_factors", lambda *args: tuple(map(change, original(*args))))
+
+
+def _has_experts(config: Config, resolved: ResolvedRun) -> bool:
+    return resolved.plan.has_experts
 
 
 def _trains_experts(config: Config, resolved: ResolvedRun) -> bool:
@@ -240,11 +244,11 @@ BUGS = {
         applies=_trains_experts,
         parameters="experts.",
     ),
-    "rows sent to experts without a gradient": Bug(("dp_shard=2 ep=2",), _rows_detached, applies=_trains_experts),
+    "rows sent to experts without a gradient": Bug(("dp_shard=2 ep=2",), _rows_detached, applies=_has_experts),
     "gradients of a sequence's parts not gathered over tp": Bug(
         ("tp=2 ep=2 sequence_parallel=false",),
         lambda: patch.object(experts, "_forward_on_own_tokens", _sliced_sequence),
-        applies=_trains_experts,
+        applies=_has_experts,
     ),
     "gradient norm without experts": Bug(
         ("tp=2 ep=2",),
