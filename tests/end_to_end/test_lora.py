@@ -669,9 +669,9 @@ def test_a_merged_model_is_not_rounded_to_the_dtype_of_the_base(bases, finished,
     HfExport.open(weights.base.folder, torch.bfloat16).write(tmp_path / "base", GIB, lambda n: None)
     base = WeightSource.open(tmp_path / "base", alone=True)
     weights = dataclasses.replace(weights, base=base)
-    name = "layers.0.attention.wq"
-    merged = weights.rows(f"{name}.weight", 0, 8)
-    expected = base.rows(f"{name}.weight", 0, 8).float() + weights.adapter.product(name, slice(0, 8), slice(None))
+    name = "layers.0.attention.wq.weight"
+    merged = weights.rows(name, 0, 8)
+    expected = base.rows(name, 0, 8).float() + weights.adapter.product(name, slice(0, 8), slice(None))
     assert torch.equal(merged, expected) and not torch.equal(merged, merged.bfloat16().float())
 
 
