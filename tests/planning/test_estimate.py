@@ -35,10 +35,10 @@ def estimate_of(flags, sizes_gib, module="output", in_backward=False, world_size
     ("flags", "is_gpu", "expected_gib"),
     [
         (["--activation_checkpoint.mode", "selective"], True, 8),
-        (["--activation_checkpoint.mode", "none"], True, 8 + 6),
+        (["--activation_checkpoint.mode", "none"], True, 8 + 10),
         (["--activation_checkpoint.mode", "none", "--compile.enabled", "false"], True, 8),
         (["--activation_checkpoint.mode", "none"], False, 8),
-        (["--activation_checkpoint.mode", "none", "--compile.enabled", "true"], False, 8 + 6),
+        (["--activation_checkpoint.mode", "none", "--compile.enabled", "true"], False, 8 + 10),
         (["--parallel.pp", "2", "--parallel.pipeline_schedule", "ZBVZeroBubble"], True, 8),
     ],
 )
