@@ -51,6 +51,11 @@ class TrainedParameters:
         """Names of the weights with an adapter."""
         return [weight_of(name) for name in self.shapes if name.endswith(LORA_A)]
 
+    @property
+    def of_experts(self) -> dict[str, tuple[int, ...]]:
+        """Name of a stack of adapters' matrices, one for each expert -> shape."""
+        return {name: shape for name, shape in self.shapes.items() if len(shape) == 3}
+
     def tensors(self, model: nn.Module) -> dict[str, Tensor]:
         """Return name -> trained parameter, on the meta device. model: the complete model, without adapters."""
         own = {name: p for name, p in model.named_parameters() if name in self.fully}
@@ -178,12 +183,11 @@ def excessive_rank(trained: TrainedParameters, rank: int) -> str:
 
 def expert_adapters(trained: TrainedParameters, name: str) -> str:
     """Return a line about adapters of experts, or "". name: of the model."""
-    sizes = {n: prod(shape) for n, shape in trained.shapes.items()}
-    own = sum(size for n, size in sizes.items() if len(trained.shapes[n]) == 3)
+    own, total = (sum(map(prod, shapes.values())) for shapes in (trained.of_experts, trained.shapes))
     if not own:
         return ""
     return (
-        f"lora: each expert of {name} has adapters of its own, {own:,} of {sum(sizes.values()):,} values; [lora] targets can "
+        f"lora: each expert of {name} has adapters of its own, {own:,} of {total:,} values; [lora] targets can "
         f"leave experts out"
     )
 

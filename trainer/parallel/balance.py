@@ -97,10 +97,8 @@ class _Attach(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weights: Tensor, loss: Tensor, totals: Tensor, statistics: Tensor) -> Tensor:
         ctx.save_for_backward(statistics)
-        ctx.totals, ctx.is_counted = (
-            totals,
-            False,
-        )  # not saved for backward: that of another microbatch may change them before
+        ctx.totals = totals  # not saved for backward: that of another microbatch may change them before
+        ctx.is_counted = False
         return weights.view_as(weights)
 
     @staticmethod

@@ -80,11 +80,13 @@ def parallelize(
         with torch.device("meta"):
             model = make_model()
         prune_to_stage(model, plan, stage)
-        sparse = {name for name, block in _blocks(model, plan).items() if _has_experts(block)}
-        policies = {}
-        for index in stage.blocks:
-            whole = is_one_graph or str(index) not in sparse
-            policies[str(index)] = recompute_policy(index, checkpointing, gathers, compiled and whole)
+        blocks = dict(model.get_submodule(plan.blocks_path).named_children())
+        sparse = {name for name, block in blocks.items() if _has_experts(block)}
+        broken = set() if is_one_graph else sparse
+        policies = {
+            name: recompute_policy(int(name), checkpointing, gathers, compiled and name not in broken)
+            for name in blocks
+        }
         recompute_gathers = {name for name, policy in policies.items() if policy == "gathers"}
         if not compiled:
             apply_gated_products(model)
@@ -95,9 +97,8 @@ def parallelize(
             apply_experts(model, tp, meshes.experts["ep"], parallel.sequence_parallel)
         adapt(model)
         apply_attention(model, plan, cp, seq_len, document_mask, DTYPES[dtype], attention_backend, recompute_gathers)
-        blocks = _blocks(model, plan)
         for name, block in blocks.items():
-            whole = is_one_graph or name not in sparse
+            whole = name not in broken
             # torch would run a checkpoint around a break eagerly, with a policy that is meant for the compiler.
             compiles = compiled and (whole or policies[name] in ("nothing", "all"))
             outside = tp.size() > 1 or not whole or (name in sparse and torch.__version__ < (2, 13))
@@ -113,10 +114,6 @@ def parallelize(
             cast_parameters(model, plan, DTYPES[dtype])
         model_parts[stage] = model
     return model_parts
-
-
-def _blocks(model: nn.Module, plan: ParallelPlan) -> dict[str, nn.Module]:
-    return dict(model.get_submodule(plan.blocks_path).named_children())
 
 
 def _has_experts(block: nn.Module) -> bool:

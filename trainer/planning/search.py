@@ -211,7 +211,7 @@ def _num_trained_of_experts(resolved: ResolvedRun) -> int:
     model = meta_model(resolved.spec.model, resolved.sizes)
     experts = (name for name, module in model.named_modules() if isinstance(module, Experts))
     own = (f"{name}.{leaf}" for name in experts for leaf, _ in model.get_submodule(name).named_parameters())
-    adapters = sum(math.prod(shape) for shape in resolved.trained.shapes.values() if len(shape) == 3)
+    adapters = sum(map(math.prod, resolved.trained.of_experts.values()))
     return adapters + sum(model.get_parameter(name).numel() for name in own if name in resolved.trained.fully)
 
 

@@ -191,7 +191,7 @@ def _for_seq_len(sizes: Any, seq_len: int, overrides: Collection[str]) -> Any:
 
 def _adapters_of_experts(trained: TrainedParameters) -> dict[str, int]:
     """Return an entry of the fingerprint if experts have adapters. In older checkpoints, the targets "*" were linear modules."""
-    num_stacks = sum(len(shape) == 3 for shape in trained.shapes.values())
+    num_stacks = len(trained.of_experts)
     return {"number of adapters of experts": num_stacks // 2} if num_stacks else {}
 
 
