@@ -136,10 +136,10 @@ FAMILY_ROWS = [
     "tp=2 pp=2 model.name=gemma3 model.overrides.tied_embeddings=false model.overrides.window=10 "
     "model.overrides.layer_types=sliding,full",
     "tp=4 model.name=phi",  # rotation of a part of each head
-    "tp=2 ep=2 sequence_parallel=false model.name=olmoe experts.balance_loss=0.1",
+    "tp=2 ep=2 sequence_parallel=false model.name=olmoe model.overrides.head_dim=4 experts.balance_loss=0.1",
     "dp_shard=4 model.name=mixtral model.overrides.n_experts=2 fsdp_prefetch=1",  # more ranks than experts
     "cp=2 tp=2 ep=2 model.name=qwen3-moe experts.balance_loss=0.1 experts.z_loss=0.01",
-    "dp_shard=2 ep=2 activation_checkpoint.mode=selective model.name=olmoe experts.z_loss=0.01",
+    "dp_shard=2 ep=2 activation_checkpoint.mode=selective model.name=olmoe model.overrides.head_dim=4 experts.z_loss=0.01",
     "tp=2 activation_checkpoint.mode=full model.name=mixtral data.document_mask=true experts.balance_loss=0.1",
     # sinks, and experts with biases
     "dp_shard=2 ep=2 model.name=gpt-oss model.overrides.window=10 experts.balance_loss=0.1 experts.z_loss=0.01",

@@ -5,13 +5,16 @@ from torch import nn
 
 
 def randomize(model: nn.Module) -> None:
-    """Draw all parameters and saved buffers. Norms, biases and buffers deviate from the values that would hide an error."""
+    """Draw all parameters and saved buffers. Norms and buffers must be initialized. They then deviate from the values that would
+    hide an error."""
     draw, saved = torch.Generator().manual_seed(0), model.state_dict().keys()
     with torch.no_grad():
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
             if parameter.dim() > 1:
                 parameter.normal_(0, parameter.shape[-1] ** -0.5, generator=draw)
-            else:
+            elif "norm" in name:
                 parameter.add_(torch.randn(parameter.shape, generator=draw), alpha=0.2)
+            else:
+                parameter.normal_(0, 0.2, generator=draw)
         for buffer in (b for name, b in model.named_buffers() if name in saved):
             buffer.add_(torch.randn(buffer.shape, generator=draw), alpha=0.2)

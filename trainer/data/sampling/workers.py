@@ -158,7 +158,10 @@ class WorkerPool:
                 self._requested.append(self._request(next(self._indices)))
                 yield self._result(future) or self._samples[index]
         except BrokenProcessPool as error:
-            raise LoadingFailed(self._describe_death(error)) from None
+            message = self._describe_death(error)
+            for process in self._processes:
+                process.terminate()  # the pool does not, while it waits for the rest of a result
+            raise LoadingFailed(message) from None
         finally:
             self._pool.shutdown(wait=False, cancel_futures=True)
 
