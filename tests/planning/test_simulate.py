@@ -48,6 +48,7 @@ def planned(size, *flags, ranks=(0,), on_gpu=False, model=MODEL, imbalance=0.0):
         (2, ["--parallel.tp", "2", "--training.compute_dtype", "bf16"]),
         (2, ["--parallel.cp", "2"]),
         (2, ["--parallel.pp", "2", "--data.document_mask", "true"]),
+        (2, ["--model.name", "mixtral", "--parallel.ep", "2"]),
     ],
 )
 def test_the_simulated_peak_is_that_of_the_allocator(ranks, size, layout):
