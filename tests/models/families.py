@@ -6,13 +6,13 @@ from functools import cache
 
 import torch
 import transformers
-from transformers import core_model_loading
 
 from models import MODELS
 from models.context import Context
 from models.decoder import Decoder
 from models.spec import ModelSpec, saved_weights
 from trainer.testing.random_parameters import randomize
+from trainer.testing.transformers_model import stored_tensors
 
 SEQ = 33
 
@@ -167,11 +167,6 @@ def hf_model_of(family: str, index: int) -> transformers.PreTrainedModel:
 def config_of(family: str, index: int) -> dict:
     """Return the content of config.json."""
     return json.loads(hf_model_of(family, index).config.to_json_string(use_diff=False))
-
-
-def stored_tensors(model: transformers.PreTrainedModel, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return tensors of transformers' parameters as save_pretrained stores them: those of experts are stacked in memory only."""
-    return core_model_loading.revert_weight_conversion(model, tensors)
 
 
 def split_rows(

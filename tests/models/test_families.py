@@ -20,9 +20,9 @@ from tests.models.families import (
     inputs,
     model_of,
     split_rows,
-    stored_tensors,
 )
 from trainer.inference.generate import CachedAttention
+from trainer.testing.transformers_model import stored_tensors
 
 PUBLISHED = {
     # numbers of parameters in the safetensors metadata of the published checkpoints; of Gemma 3 from 4B on, of the text model

@@ -127,6 +127,14 @@ def test_every_injected_bug_is_caught_and_names_a_wrong_parameter(
     assert sum(" pass" in line for line in lines) == 2  # a row of a correct run, and the last line
 
 
+@pytest.mark.parametrize("family", ["mixtral", "deepseek-v3"])
+def test_models_with_experts_are_compared_with_transformers(monkeypatch, tiny, capsys, family):
+    monkeypatch.setattr(parity, "BUGS", {})
+    layout = ["--layout", "tp=2 ep=2"]
+    assert main(monkeypatch, *tiny, "--model.name", family, "--reference", "transformers", *layout) == 0
+    assert " pass" in capsys.readouterr().out.splitlines()[1]
+
+
 def test_a_deviation_above_the_limit_fails(monkeypatch, tiny, capsys):
     monkeypatch.setattr(comparison, "LIMITS", {"fp32": {"loss": -1.0, "grad_norm": 1.0, "gradient": 1.0}})
     assert main(monkeypatch, *tiny, "--layout", "cp=2") == 1
@@ -176,6 +184,10 @@ LINES = {
             "--data.document_mask true",
         )
     },
+    ("--reference", "transformers", "--model.name", "olmoe", "--experts.balance_loss", "0.1"): (
+        "--reference transformers: its losses of routers are others; set [experts] balance_loss and z_loss to 0, or compare with "
+        "one rank"
+    ),
     ("--steps", "3", "--reference", "transformers"): (
         "--steps 3 has no effect: --reference transformers compares the first step"
     ),

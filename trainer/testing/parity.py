@@ -201,6 +201,9 @@ class Runs:
         if with_transformers and (config.lora.rank is not None or config.preference.enabled):
             message = "has no adapters and no preference losses; remove [lora] rank and [preference] loss"
             raise ConfigError("", f"--reference transformers: {message}, or compare with one rank")
+        if with_transformers and (config.experts.balance_loss or config.experts.z_loss):
+            message = "its losses of routers are others; set [experts] balance_loss and z_loss to 0"
+            raise ConfigError("", f"--reference transformers: {message}, or compare with one rank")
         defaults = {
             key: toml_value(setting.default).strip('"')
             for key, setting in settings().items()

@@ -29,15 +29,32 @@ def transformers_step(argv: Sequence[str]) -> tuple[float, dict[str, Tensor]]:
     transformers = require_package("transformers", "")
     values = hf.config(resolved.sizes, config.training.seq_len) | {"pad_token_id": None}
     hf_config = transformers.AutoConfig.for_model(**values)
-    model = transformers.AutoModelForCausalLM.from_config(hf_config, attn_implementation="eager")
     parameters = {name: p.detach() for name, p in trainer.engine.parameters.items()}
     weights = {name: w.detach() for name, w in trainer.engine.weights.items()}
-    keys = model.load_state_dict(hf.join(weights, head_dim), strict=False)  # tied weights may be missing
-    assert not keys.unexpected_keys, keys.unexpected_keys
+    model, keys = getattr(transformers, hf.architecture).from_pretrained(
+        None,
+        config=hf_config,
+        state_dict=hf.join(weights, head_dim),
+        attn_implementation="eager",
+        dtype=torch.float32,
+        output_loading_info=True,
+    )
+    wrong = {kind: names for kind, names in keys.items() if names}
+    assert not wrong, wrong
     loss = _mean_loss(model.to(DTYPES[config.training.compute_dtype]), batches)
     loss.backward()
-    gradients = {name: p.grad.float() for name, p in model.named_parameters()}
+    gradients = stored_tensors(model, {name: p.grad.float() for name, p in model.named_parameters()})
     return loss.item(), hf.split(gradients, parameters, head_dim)
+
+
+def stored_tensors(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors of transformers' parameters as save_pretrained stores them: those of experts are stacked in memory only.
+
+    Args:
+        model: Of transformers.
+        tensors: By the names of its parameters.
+    """
+    return require_package("transformers.core_model_loading", "").revert_weight_conversion(model, tensors)
 
 
 def _mean_loss(model: nn.Module, batches: Sequence) -> Tensor:
