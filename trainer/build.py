@@ -231,7 +231,7 @@ def _record_start(
 ) -> None:
     """Write the configuration of a run that has steps left, and log what the run is."""
     if state.step < config.training.steps:
-        save_run_info(config, device)
+        save_run_info(config, resolved, device)
     log_summary(config, resolved, device, deterministic, _attention_kernels(config, resolved, device))
     epochs, _ = epochs_of(config, datasets, state)
     share = run_on_rank_0(lambda: target_share(datasets.training))

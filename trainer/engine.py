@@ -134,7 +134,9 @@ class Engine:
         # After the accumulator: the optimizer's hooks of gradients must run after its own.
         names = [(part, name) for part in model_parts.values() for name, _ in part.named_parameters()]
         biases = {name for part, name in names if is_bias(part, name)}
-        self.optimizer = build_optimizer(self.parameters, config.optimizer, resolved.dims.ranks_per_stage, biases)
+        self.optimizer = build_optimizer(
+            self.parameters, config.optimizer, resolved.groups, resolved.dims.ranks_per_stage, biases
+        )
         self.guard = StabilityGuard(config.resilience, self.optimizer.device)
         self.phases = PhaseTimer(device)
         self.batch_group = meshes.data["batch"].get_group()

@@ -14,7 +14,7 @@ from trainer.config import Config
 from trainer.engine import Engine, StepResult
 from trainer.evaluate import Evaluator, evaluation_line
 from trainer.inference.samples import SampleGenerator
-from trainer.optim.lr_schedule import learning_rate
+from trainer.optim.lr_schedule import lr_factor
 from trainer.resilience.early_stopping import EarlyStopping
 from trainer.resilience.guard import StepMonitor, StepOutcome, TrainingDiverged
 from trainer.resilience.stop_signals import StopRequest
@@ -234,7 +234,7 @@ class Trainer:
 
     def _lr(self, step: int) -> float:
         config = self.config
-        return learning_rate(config.lr_schedule, config.optimizer.lr, step, config.training.steps)
+        return config.optimizer.lr * lr_factor(config.lr_schedule, step, config.training.steps)
 
     def _wait_for_saves(self) -> None:
         with self.watchdog.paused(), self.metrics.section("checkpoint"):

@@ -5,11 +5,11 @@ import math
 import pytest
 
 from trainer.config import LrScheduleConfig
-from trainer.optim.lr_schedule import learning_rate
+from trainer.optim.lr_schedule import lr_factor
 
 
 def learning_rates(steps, **settings):
-    return [learning_rate(LrScheduleConfig(**settings), 1.0, step, steps) for step in range(1, steps + 1)]
+    return [lr_factor(LrScheduleConfig(**settings), step, steps) for step in range(1, steps + 1)]
 
 
 def test_warm_up_rises_linearly_and_reaches_the_peak():

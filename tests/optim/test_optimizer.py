@@ -9,7 +9,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from trainer.config import OptimizerConfig
-from trainer.optim.adamw import parameter_groups
+from trainer.optim.groups import resolve_groups
 from trainer.optim.optimizer import build_optimizer
 from trainer.runtime.device import DTYPES
 from trainer.runtime.dtensor import sharded_like, to_local
@@ -20,19 +20,15 @@ def build_model() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 10), nn.RMSNorm(10), nn.Linear(10, 3, bias=False))
 
 
-def test_norms_and_biases_do_not_decay():
-    model = build_model()
-    decayed, plain = parameter_groups(model.parameters(), 0.1)
-    names = {p: name for name, p in model.named_parameters()}
-    assert [names[p] for p in decayed["params"]] == ["0.weight", "2.weight"]
-    assert [names[p] for p in plain["params"]] == ["0.bias", "1.weight"]
-    assert (decayed["weight_decay"], plain["weight_decay"]) == (0.1, 0.0)
+def optimizer_of(parameters, config, ranks_per_stage, biases=()):
+    trained = {name: p for name, p in parameters.items() if p.requires_grad}
+    return build_optimizer(parameters, config, resolve_groups(config, trained, biases), ranks_per_stage, biases)
 
 
 def test_stacked_biases_neither_decay_nor_are_their_moments_quantized():
     parameters = {name: nn.Parameter(torch.ones(2, 256)) for name in ("weight", "biases")}
     config = OptimizerConfig(weight_decay=0.5, lr=0.1, state_dtype="8bit")
-    optimizer = build_optimizer(parameters, config, 1, {"biases"})
+    optimizer = optimizer_of(parameters, config, 1, {"biases"})
     optimizer.start_step(0.1)
     for parameter in parameters.values():
         parameter.grad = torch.zeros_like(parameter)
@@ -51,7 +47,7 @@ def clip_and_compare(max_norm, replicate):
     shape = (2, dist.get_world_size() // 2) if replicate else (dist.get_world_size(),)
     fully_shard(model, mesh=init_device_mesh("cpu", shape, mesh_dim_names=("r", "s")[: len(shape)]))
     config = OptimizerConfig()
-    optimizer = build_optimizer(dict(model.named_parameters()), config, dist.get_world_size())
+    optimizer = optimizer_of(dict(model.named_parameters()), config, dist.get_world_size())
     x = torch.randn(4, 6, generator=torch.Generator().manual_seed(1)) * 10
     for m in (model, reference):
         m(x).square().sum().backward()
@@ -92,7 +88,7 @@ def norm_of_mixed_layouts():
     )
     for i, tensor in enumerate(layouts):
         model.register_parameter(str(i), nn.Parameter(tensor))
-    optimizer = build_optimizer(dict(model.named_parameters()), OptimizerConfig(), 4)
+    optimizer = optimizer_of(dict(model.named_parameters()), OptimizerConfig(), 4)
     for parameter in model.parameters():
         parameter.grad = parameter.detach().clone()
     return optimizer.clip(None)[0].item(), torch.cat([t.flatten() for t in full]).norm().item()
@@ -107,8 +103,12 @@ def step_and_compare():
     """Compare three steps with those of torch's AdamW. Return the names of the state."""
     model, reference_model = build_model(), build_model()
     fully_shard(model)
-    optimizer = build_optimizer(dict(model.named_parameters()), OptimizerConfig(weight_decay=0.1), 1)
-    reference = torch.optim.AdamW(parameter_groups(reference_model.parameters(), 0.1), betas=(0.9, 0.95), eps=1e-8)
+    optimizer = optimizer_of(dict(model.named_parameters()), OptimizerConfig(weight_decay=0.1), 1)
+    matrices, others = (
+        [p for p in reference_model.parameters() if (p.dim() == 2) == decays] for decays in (True, False)
+    )
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    reference = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8)
     for lr in (1e-2, 3e-2, 1e-3):
         optimizer.start_step(lr)
         reference.zero_grad()
@@ -136,7 +136,7 @@ def skip_a_step(precision):
     model = nn.Sequential(nn.Linear(6, 256), nn.RMSNorm(256), nn.Linear(256, 3, bias=False))
     fully_shard(model)
     config = OptimizerConfig(state_dtype=precision)
-    optimizer = build_optimizer(dict(model.named_parameters()), config, dist.get_world_size())
+    optimizer = optimizer_of(dict(model.named_parameters()), config, dist.get_world_size())
 
     def step(scale, skip):
         optimizer.start_step(1e-2)
@@ -172,7 +172,7 @@ def fifty_steps(offload, dtypes=("fp32", "fp32"), max_norm=5.0, in_backward=Fals
     fully_shard(model)
     parameters = dict(model.named_parameters())
     config = OptimizerConfig(offload=offload, in_backward=in_backward, state_dtype=state_dtype, weight_decay=0.1)
-    optimizer = build_optimizer(parameters, config, dist.get_world_size())
+    optimizer = optimizer_of(parameters, config, dist.get_world_size())
     norms = []
     generator = torch.Generator().manual_seed(dist.get_rank())
     for step in range(50):
@@ -219,7 +219,7 @@ def update_with_one_non_finite_gradient():
     """Return the names of the parameters that an update in backward changed, where one gradient is non-finite."""
     model = build_model()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    optimizer = build_optimizer(dict(model.named_parameters()), OptimizerConfig(in_backward=True), 1)
+    optimizer = optimizer_of(dict(model.named_parameters()), OptimizerConfig(in_backward=True), 1)
     model[2].weight.register_hook(lambda gradient: gradient * float("nan"))
     optimizer.start_step(1e-2)
     model(torch.ones(2, 6)).square().sum().backward()
@@ -240,7 +240,7 @@ def update_in_chunks(precision, chunk_values):
     config = OptimizerConfig(state_dtype=precision)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("trainer.optim.adamw._CHUNK_VALUES", chunk_values)
-        optimizer = build_optimizer(dict(model.named_parameters()), config, 1)
+        optimizer = optimizer_of(dict(model.named_parameters()), config, 1)
         for _ in range(3):
             optimizer.start_step(1e-2)
             model(torch.ones(2, 6)).square().sum().backward()

@@ -1,6 +1,6 @@
 """AdamW (Loshchilov & Hutter 2017, arXiv:1711.05101) with torch's fused kernel, for moments of any precision."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw as fused_adamw
 
 from trainer.config import OptimizerConfig
-from trainer.optim.quantization import BlockQuantizer, is_quantizable
+from trainer.optim.quantization import BLOCK_SIZE, BlockQuantizer, is_quantizable
 from trainer.runtime.device import DTYPES
 
 _CHUNK_VALUES = 2**23
@@ -18,33 +18,38 @@ _MOMENTS = {"exp_avg": True, "exp_avg_sq": False}
 """Name of a moment -> whether its values are signed."""
 
 
-def parameter_groups(parameters: Iterable[Tensor], weight_decay: float, biases: Collection[Tensor] = ()) -> list[dict]:
-    """Return two parameter groups: matrices and stacked matrices, with weight decay, and norms and biases, without. biases: those
-    that may be stacked, see models.spec.is_bias."""
-    decay, no_decay, stacked = [], [], set(biases)
-    for parameter in parameters:
-        (decay if parameter.dim() >= 2 and parameter not in stacked else no_decay).append(parameter)
-    return [{"params": decay, "weight_decay": weight_decay}, {"params": no_decay, "weight_decay": 0.0}]
+class AdamW(torch.optim.AdamW):
+    """AdamW for parameters and moments of one dtype."""
+
+    def update(self, skip: Tensor, grad_scale: Tensor | None = None) -> None:
+        """Update all parameters that have a gradient, and free their gradients. The host does not wait.
+
+        Args:
+            skip: fp32 scalar on the parameters' device. Parameters and state do not change if it is 1.
+            grad_scale: fp32 scalar by which the gradients are divided, or None.
+        """
+        # Fused optimizers read these attributes, which torch.amp.GradScaler sets.
+        self.found_inf, self.grad_scale = skip, grad_scale
+        self.step()
+        self.zero_grad()
 
 
-def adamw(parameters: Iterable[Tensor], config: OptimizerConfig, biases: Collection[Tensor] = ()) -> torch.optim.AdamW:
+def adamw(groups: Sequence[dict], config: OptimizerConfig, biases: Collection[Tensor] = ()) -> AdamW:
     """Return AdamW. Its state is already allocated, so that a checkpoint can be loaded and the memory is known before step 1.
 
     Args:
-        parameters: Local tensors. DTensors of several meshes cannot be updated by one kernel.
+        groups: torch's parameter groups, of local tensors. DTensors of several meshes cannot be updated by one kernel.
         config: Settings.
-        biases: See parameter_groups. Their moments are never quantized.
+        biases: Those of the parameters that are biases, see models.spec.is_bias. Their moments are never quantized.
     """
-    matrices, others = parameter_groups(parameters, config.weight_decay, biases)
-    groups = [g for g in (matrices, others) if g["params"]]
-    quantizable = {p for p in matrices["params"] if is_quantizable(p)}
     parameters = [p for group in groups for p in group["params"]]
+    quantizable = {p for p in parameters if is_quantizable(p)} - {*biases}
     hyperparameters = {"lr": config.lr, "betas": config.betas, "eps": config.eps, "fused": True}
     quantizers = {}
     if config.state_dtype == "8bit":
         quantizers = {name: BlockQuantizer(signed, parameters[0].device) for name, signed in _MOMENTS.items()}
     if all(p.dtype == DTYPES.get(config.state_dtype) for p in parameters):
-        optimizer = torch.optim.AdamW(groups, **hyperparameters)
+        optimizer = AdamW(groups, **hyperparameters)
     else:
         optimizer = _MixedPrecisionAdamW(groups, quantizers, **hyperparameters)
     for p in parameters:
@@ -58,28 +63,22 @@ def adamw(parameters: Iterable[Tensor], config: OptimizerConfig, biases: Collect
     return optimizer
 
 
-def update(optimizer: torch.optim.AdamW, skip: Tensor, grad_scale: Tensor | None = None) -> None:
-    """Update all parameters that have a gradient, and free their gradients. The host does not wait.
-
-    Args:
-        optimizer: Result of `adamw`.
-        skip: fp32 scalar on the parameters' device. Parameters and state do not change if it is 1.
-        grad_scale: fp32 scalar by which the gradients are divided, or None.
-    """
-    # Fused optimizers read these attributes, which torch.amp.GradScaler sets.
-    optimizer.found_inf, optimizer.grad_scale = skip, grad_scale
-    optimizer.step()
-    optimizer.zero_grad()
+def adamw_bytes(parameter: Tensor, is_bias: bool, config: OptimizerConfig) -> float:
+    """Return the bytes of a parameter's moments. The parameter may be on the meta device."""
+    if config.state_dtype != "8bit":
+        return 2 * parameter.numel() * DTYPES[config.state_dtype].itemsize
+    is_quantized = is_quantizable(parameter) and not is_bias
+    return 2 * parameter.numel() * (1 + 4 / BLOCK_SIZE if is_quantized else 4)  # a byte, and its part of a scale
 
 
-class _MixedPrecisionAdamW(torch.optim.AdamW):
+class _MixedPrecisionAdamW(AdamW):
     """AdamW for parameters and moments of different dtypes. The fused kernel computes each update in fp32. The results are then
     rounded to nearest."""
 
     found_inf: Tensor
     grad_scale: Tensor | None
 
-    def __init__(self, groups: list[dict], quantizers: dict[str, BlockQuantizer], **hyperparameters: Any):
+    def __init__(self, groups: Sequence[dict], quantizers: dict[str, BlockQuantizer], **hyperparameters: Any):
         """quantizers: name of each 8-bit moment -> its quantizer."""
         super().__init__(groups, **hyperparameters)
         self.quantizers = quantizers

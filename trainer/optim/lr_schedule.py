@@ -13,8 +13,8 @@ DECAYS = {
 }
 
 
-def learning_rate(config: LrScheduleConfig, peak: float, step: int, steps: int) -> float:
-    """Return the learning rate of a step.
+def lr_factor(config: LrScheduleConfig, step: int, steps: int) -> float:
+    """Return the learning rate of a step, as a fraction of the peak.
 
     The learning rate rises linearly and reaches the peak at step `warmup_steps`. In step 1 it is above 0, so that this step is
     not wasted. After the peak it decays, and the last step has min_lr_ratio * peak. With the schedule "warmup_stable_decay", it
@@ -26,11 +26,11 @@ def learning_rate(config: LrScheduleConfig, peak: float, step: int, steps: int) 
         steps: Total number of steps in the run.
     """
     if config.name == "range_test":
-        return peak * config.min_lr_ratio ** (1 - (step - 1) / max(1, steps - 1))
+        return config.min_lr_ratio ** (1 - (step - 1) / max(1, steps - 1))
     if step <= config.warmup_steps:
-        return peak * step / config.warmup_steps
+        return step / config.warmup_steps
     start = config.warmup_steps
     if config.name == "warmup_stable_decay":
         start = max(start, steps - config.decay_steps)
     progress = min(1.0, max(0, step - start) / max(1, steps - start))
-    return peak * (config.min_lr_ratio + (1 - config.min_lr_ratio) * DECAYS[config.name](progress))
+    return config.min_lr_ratio + (1 - config.min_lr_ratio) * DECAYS[config.name](progress)

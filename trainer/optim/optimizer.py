@@ -1,23 +1,19 @@
 """Optimizers of sharded parameters. They update the parameters after backward, inside backward, or on the CPU."""
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.optim import AdamW
 
 from trainer.config import OptimizerConfig
-from trainer.optim.adamw import adamw, update
+from trainer.optim.groups import Group
+from trainer.optim.rules import RULES, Updater
 from trainer.runtime.distributed import sum_over
 from trainer.runtime.dtensor import sharded_like, to_local
 from trainer.runtime.host_memory import Event, HostTransfer
-
-OPTIMIZERS: dict[str, Callable[[Iterable[Tensor], OptimizerConfig, Collection[Tensor]], AdamW]] = {"adamw": adamw}
-
-Factory = Callable[[Iterable[Tensor]], AdamW]
 
 
 class Optimizer:
@@ -30,6 +26,7 @@ class Optimizer:
         self,
         parameters: Mapping[str, Tensor],
         config: OptimizerConfig,
+        groups: Sequence[Group],
         ranks_per_stage: int,
         biases: Collection[str] = (),
     ):
@@ -37,8 +34,10 @@ class Optimizer:
 
         Args:
             parameters: This rank's parameters by name. Frozen parameters are ignored.
+            config: Settings.
+            groups: Those of the model. They contain all trained parameters of this rank, and may contain others.
             ranks_per_stage: Number of ranks in this rank's pipeline stage, or the world size without a pipeline.
-            biases: Names of parameters that have no weight decay, although they may be stacked.
+            biases: Names of biases, which may be stacked.
         """
         self.names = {p: name for name, p in parameters.items() if p.requires_grad}
         self.device = next(iter(self.names)).device
@@ -46,14 +45,10 @@ class Optimizer:
         self.shares = torch.tensor(shares, dtype=torch.float32, device=self.device)
         self.targets: dict[Tensor, Tensor] = {}
         """Parameter -> tensor that torch's optimizer updates instead: the parameter's local shard."""
-        own_biases = [p for p, name in self.names.items() if name in biases]
-
-        def create(targets: Iterable[Tensor]) -> AdamW:
-            return OPTIMIZERS[config.name](targets, config, [self.targets[p] for p in own_biases])
-
-        self.optimizer_of = self._allocate(create)
-        """Parameter -> torch's optimizer of its target."""
-        self.optimizers = set(self.optimizer_of.values())
+        self.config, self.groups, self.biases = config, groups, biases
+        self.updater_of = self._allocate()
+        """Parameter -> updater of its target."""
+        self.updaters = list(dict.fromkeys(self.updater_of.values()))
         self.frees_gradients = config.frees_gradients
         self.grad_norms: dict[Tensor, Tensor] = {}
         """Parameter -> norm of its freed gradient."""
@@ -63,9 +58,27 @@ class Optimizer:
             for p in self.names:
                 p.register_post_accumulate_grad_hook(self._on_grad_ready)
 
-    def _allocate(self, create: Factory) -> dict[Tensor, AdamW]:
+    def _allocate(self) -> dict[Tensor, Updater]:
         self.targets = {p: to_local(p.detach()) for p in self.names}
-        return dict.fromkeys(self.names, create(self.targets.values()))
+        return self._build_updaters(self.names)
+
+    def _build_updaters(self, parameters: Iterable[Tensor]) -> dict[Tensor, Updater]:
+        """Return parameter -> updater of its target: one for each rule, in the order of RULES, so that all ranks update
+        parameters in the same order."""
+        by_name = {self.names[p]: p for p in parameters}
+        biases = [self.targets[by_name[name]] for name in self.biases if name in by_name]
+        updaters: dict[Tensor, Updater] = {}
+        for rule in RULES:
+            members = [([by_name[n] for n in g.names if n in by_name], g) for g in self.groups if g.rule == rule]
+            param_groups = [
+                {"params": [self.targets[p] for p in own], "lr_factor": group.lr, "weight_decay": group.weight_decay}
+                for own, group in members
+                if own
+            ]
+            if param_groups:
+                updater = RULES[rule].build(param_groups, self.config, biases)
+                updaters |= {p: updater for own, _ in members for p in own}
+        return updaters
 
     @torch.no_grad()
     def _on_grad_ready(self, p: Tensor) -> None:
@@ -79,12 +92,13 @@ class Optimizer:
         raise NotImplementedError
 
     def start_step(self, lr: float) -> None:
-        """Prepare a step before its first backward: set the learning rate and free the gradients."""
+        """Prepare a step before its first backward: set the learning rate of each group and free the gradients. lr: before it is
+        multiplied by the group's factor."""
         for p in self.names:
             p.grad = None
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = lr
+        for updater in self.updaters:
+            for group in updater.param_groups:
+                group["lr"] = lr * group["lr_factor"]
 
     @torch.no_grad()
     def clip(self, max_norm: float | None, vote: bool = False) -> tuple[Tensor, Tensor]:
@@ -102,8 +116,8 @@ class Optimizer:
         """Update the parameters without a host synchronization. skip: a scalar; if true, parameters and state do not change."""
         for p in self.names:
             self._hand_over_gradient(p)
-        for optimizer in self.optimizers:
-            update(optimizer, skip.to(self.shares), self.grad_scale)
+        for updater in self.updaters:
+            updater.update(skip.to(self.shares), self.grad_scale)
 
     @torch.no_grad()
     def _hand_over_gradient(self, p: Tensor) -> None:
@@ -121,7 +135,7 @@ class Optimizer:
         }
 
     def _state_of(self, p: Tensor) -> dict[str, Tensor]:
-        state = self.optimizer_of[p].state[self.targets[p]]
+        state = self.updater_of[p].state[self.targets[p]]
         return {quantity: sharded_like(p, tensor) for quantity, tensor in state.items()}
 
     def sync_master_weights(self, state_loaded: bool) -> None:
@@ -137,13 +151,13 @@ class InBackward(Optimizer):
     stays unchanged, but the other shards are updated. The run must not continue after such a step.
     """
 
-    def _allocate(self, create: Factory) -> dict[Tensor, AdamW]:
+    def _allocate(self) -> dict[Tensor, Updater]:
         self.targets = {p: to_local(p.detach()) for p in self.names}
-        return {p: create([target]) for p, target in self.targets.items()}
+        return {p: self._build_updaters([p])[p] for p in self.names}
 
     def _use_gradient(self, p: Tensor) -> None:
         self._hand_over_gradient(p)
-        update(self.optimizer_of[p], skip=self.grad_norms[p].isfinite().logical_not().float())
+        self.updater_of[p].update(self.grad_norms[p].isfinite().logical_not().float())
 
     def step(self, skip: Tensor) -> None:
         """Do nothing, because backward has already updated the parameters."""
@@ -157,7 +171,7 @@ class CpuOffload(Optimizer):
     All buffers are allocated once. If the device itself is a CPU, the algorithm is the same, but all copies stay in host memory.
     """
 
-    def _allocate(self, create: Factory) -> dict[Tensor, AdamW]:
+    def _allocate(self) -> dict[Tensor, Updater]:
         self.transfer = HostTransfer(self.device)
         shards = {p: to_local(p.detach()) for p in self.names}
         self.targets = {p: self.transfer.host_like(shard, torch.float32) for p, shard in shards.items()}
@@ -167,10 +181,10 @@ class CpuOffload(Optimizer):
         """Parameter of lower precision than fp32 -> buffer for its updated values, in the parameter's dtype."""
         self.arrivals: dict[Tensor, Event] = {}
         self.sync_master_weights(state_loaded=False)
-        optimizers = {p: create([master]) for p, master in self.targets.items()}
-        states = [tensor for p, o in optimizers.items() for tensor in o.state[self.targets[p]].values()]
+        updaters = {p: self._build_updaters([p])[p] for p in self.names}
+        states = [tensor for p, updater in updaters.items() for tensor in updater.state[self.targets[p]].values()]
         self.host_tensors = [*self.targets.values(), *self.gradients.values(), *self.results.values(), *states]
-        return optimizers
+        return updaters
 
     def _use_gradient(self, p: Tensor) -> None:
         self.arrivals[p] = self.transfer.copy([self.gradients[p]], [to_local(p.grad)])
@@ -185,7 +199,7 @@ class CpuOffload(Optimizer):
         for p, master in self.targets.items():
             self.arrivals[p].synchronize()
             master.grad = self.gradients[p].float()
-            update(self.optimizer_of[p], skip, grad_scale)
+            self.updater_of[p].update(skip, grad_scale)
             result = self.results[p].copy_(master) if p in self.results else master
             returned = self.transfer.copy([to_local(p.detach())], [result])
         returned.wait()  # waiting for it includes all earlier copies of this stream
@@ -203,7 +217,11 @@ class CpuOffload(Optimizer):
 
 
 def build_optimizer(
-    parameters: Mapping[str, Tensor], config: OptimizerConfig, ranks_per_stage: int, biases: Collection[str] = ()
+    parameters: Mapping[str, Tensor],
+    config: OptimizerConfig,
+    groups: Sequence[Group],
+    ranks_per_stage: int,
+    biases: Collection[str] = (),
 ) -> Optimizer:
     """Return the optimizer that the settings select. See Optimizer for the arguments."""
     placement = Optimizer
@@ -211,7 +229,7 @@ def build_optimizer(
         placement = InBackward
     elif config.offload != "none":
         placement = CpuOffload
-    return placement(parameters, config, ranks_per_stage, biases)
+    return placement(parameters, config, groups, ranks_per_stage, biases)
 
 
 def _grad_norms(parameters: Iterable[Tensor]) -> Sequence[Tensor]:

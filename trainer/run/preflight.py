@@ -12,7 +12,6 @@ from torch import nn
 from models.moe import Experts
 from trainer.config import CheckpointConfig, Config, ConfigError
 from trainer.config.model_source import list_checkpoints
-from trainer.optim.quantization import BLOCK_SIZE
 from trainer.parallel.parallelize import shards_parameters
 from trainer.run.resolve import ResolvedRun
 from trainer.runtime import device as devices
@@ -25,20 +24,12 @@ from trainer.system.spelling import counted
 from trainer.system.units import GIB
 
 
-def _parameter_and_moment_bytes(config: Config, resolved: ResolvedRun) -> tuple[int, float]:
-    """Return the bytes of a trained parameter and of its two moments. With 8-bit moments, they are the mean of all parameters."""
-    if config.optimizer.state_dtype == "8bit":
-        moment = 4 - resolved.quantized_share * (3 - 4 / BLOCK_SIZE)  # a byte, and its part of a scale
-    else:
-        moment = DTYPES[config.optimizer.state_dtype].itemsize
-    return DTYPES[config.trained_dtype].itemsize, 2 * moment
-
-
 def checkpoint_bytes(config: Config, resolved: ResolvedRun) -> int:
-    """Return the bytes of a checkpoint: of the trained parameters, their moments and, if there is one, their fp32 copy."""
-    parameter, moments = _parameter_and_moment_bytes(config, resolved)
+    """Return the bytes of a checkpoint: of the trained parameters, their state in the optimizer and, if any, their fp32
+    copy."""
+    parameter = DTYPES[config.trained_dtype].itemsize
     copy = 4 if config.optimizer.offload != "none" and parameter < 4 else 0
-    return int(resolved.num_trained * (parameter + moments + copy))
+    return int(resolved.num_trained * (parameter + resolved.state_bytes + copy))
 
 
 def minimum_memory(
@@ -54,7 +45,7 @@ def minimum_memory(
     """
     frozen *= DTYPES[config.training.parameter_dtype].itemsize
     optimizer, parallel, dims = config.optimizer, config.parallel, resolved.dims
-    parameter, moments = _parameter_and_moment_bytes(config, resolved)
+    parameter, state = DTYPES[config.trained_dtype].itemsize, resolved.state_bytes
     gradients = 0 if optimizer.frees_gradients else count * parameter
     accumulated = 0
     if resolved.grad_accum > 1 and not config.training.reduce_every_microbatch:
@@ -63,12 +54,12 @@ def minimum_memory(
         width = DTYPES[parallel.reduce_dtype].itemsize if sharded else 4 * (resolved.grad_accum > 2)
         accumulated = ((count - experts) * dims.fsdp + experts * dims.efsdp) * width
     if parallel.cpu_offload:
-        return accumulated, frozen + int(count * (2 * parameter + moments))
+        return accumulated, frozen + int(count * (2 * parameter + state))
     if optimizer.offload == "none":
-        return frozen + int(count * (parameter + moments)) + max(gradients, accumulated), 0
+        return frozen + int(count * (parameter + state)) + max(gradients, accumulated), 0
     copy = parameter if parameter < 4 else 0
-    # The host holds an fp32 copy, the gradient, the moments and a copy of the parameter.
-    on_host = int(count * (4 + parameter + moments + copy))
+    # The host holds an fp32 copy, the gradient, the state and a copy of the parameter.
+    on_host = int(count * (4 + parameter + state + copy))
     return frozen + count * parameter + max(gradients, accumulated), on_host
 
 

@@ -19,6 +19,8 @@ from trainer.config import Config, ConfigError, ModelConfig, ProfilingConfig, er
 from trainer.config.fields import Setting, coerce, parse_text, settings, type_name
 from trainer.config.pretrained import is_from_pretrained
 from trainer.optim import quantization
+from trainer.optim.groups import Group, resolve_groups
+from trainer.optim.rules import RULES
 from trainer.parallel.mesh import ParallelDims
 from trainer.parallel.pipeline import Stage, check_microbatches, partition_blocks, stages_of_rank
 from trainer.parallel.validate import check_divisibility, check_supported, resolve_compilation
@@ -49,8 +51,10 @@ class ResolvedRun:
     trained: TrainedParameters
     num_trained: int
     """Number of trained values, of which a checkpoint consists."""
-    quantized_share: float
-    """Share of the trained values that have 8-bit moments."""
+    groups: tuple[Group, ...]
+    """The parameter groups of the complete model."""
+    state_bytes: float
+    """Bytes of optimizer state per trained value: the mean."""
     fp32_moments: str
     """Part of the matrices to which 8-bit moments do not apply, and why. "": none."""
     compiled: bool
@@ -100,10 +104,14 @@ def resolve(config: Config, world_size: int) -> ResolvedRun:
     buffers = frozenset(saved_buffers(model))
     tensors = trained.tensors(model)
     num_trained = sum(p.numel() for p in tensors.values())
-    quantized_share, fp32_moments = 0.0, ""
+    biases = {n for n in trained.fully if is_bias(model, n)}
+    groups = resolve_groups(config.optimizer, tensors, biases, _untrained(model, trained))
+    rules = {n: RULES[group.rule] for group in groups for n in group.names}
+    state_bytes = sum(rules[n].state_bytes(p, n in biases, config.optimizer) for n, p in tensors.items())
+    fp32_moments = ""
     if config.optimizer.state_dtype == "8bit":
-        matrices = {n: p for n, p in tensors.items() if p.dim() >= 2 and not is_bias(model, n)}
-        quantized_share, fp32_moments = _quantized(matrices, num_trained, name)
+        matrices = {n: p for n, p in tensors.items() if p.dim() >= 2 and n not in biases}
+        fp32_moments = _fp32_moments(matrices, num_trained, name)
     dimensions = {f"model.{name}": value for name, value in asdict(sizes).items()}
     sequence_shards = dims.cp * (dims.tp if config.parallel.sequence_parallel else 1)
     return ResolvedRun(
@@ -122,7 +130,8 @@ def resolve(config: Config, world_size: int) -> ResolvedRun:
         num_parameters=sum(p.numel() for p in model.parameters()),
         trained=trained,
         num_trained=num_trained,
-        quantized_share=quantized_share,
+        groups=groups,
+        state_bytes=state_bytes / num_trained,
         fp32_moments=fp32_moments,
         flops_per_token=trained.flops_per_token(model, training.seq_len),
         fingerprint=_fingerprint(config) | {FAMILY: family} | dimensions | _adapters_of_experts(trained),
@@ -131,8 +140,16 @@ def resolve(config: Config, world_size: int) -> ResolvedRun:
     )
 
 
-def _quantized(matrices: Mapping[str, Tensor], num_trained: int, name: str) -> tuple[float, str]:
-    """Return the share of the trained values that have 8-bit moments, and a note if not all matrices have.
+def _untrained(model: Model, trained: TrainedParameters) -> dict[str, str]:
+    """Return name -> what it is, for each name of a parameter that a run does not update under this name."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    untrained = {name: "is frozen" for name in names.values() if name not in trained.fully}
+    every = model.named_parameters(remove_duplicate=False)
+    return untrained | {name: f"is {names[id(p)]}" for name, p in every if names[id(p)] != name}
+
+
+def _fp32_moments(matrices: Mapping[str, Tensor], num_trained: int, name: str) -> str:
+    """Return a note if not all matrices have 8-bit moments.
 
     Args:
         matrices: Trained matrices by name, on the meta device.
@@ -147,8 +164,7 @@ def _quantized(matrices: Mapping[str, Tensor], num_trained: int, name: str) -> t
         message = f"8bit needs matrices with row lengths divisible by {quantization.BLOCK_SIZE}, but {name} has none"
         raise ConfigError("optimizer.state_dtype", message)
     others = {n: p for n, p in matrices.items() if n not in quantized}
-    share = sum(p.numel() for p in quantized.values()) / num_trained
-    return share, quantization.note_of_fp32_moments(others, num_trained)
+    return quantization.note_of_fp32_moments(others, num_trained)
 
 
 def _check_experts(config: Config, model: Model, plan: ParallelPlan, name: str) -> None:

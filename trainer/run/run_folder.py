@@ -237,7 +237,7 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version()} | {library: metadata.version(library) for library in _LIBRARIES}
 
 
-def save_run_info(config: Config, device: torch.device) -> None:
+def save_run_info(config: Config, resolved: ResolvedRun, device: torch.device) -> None:
     """Write config.toml and environment.json. Raises ConfigError if they cannot be written."""
 
     def work() -> None:
@@ -246,6 +246,7 @@ def save_run_info(config: Config, device: torch.device) -> None:
             "device": devices.name(device),
             "driver": devices.driver_version(device),
             "world_size": dist.get_world_size(),
+            "optimizer": [str(group) for group in resolved.groups],
         }
         with _writing(folder):
             atomic_write(folder / "config.toml", to_toml(config))
@@ -268,6 +269,8 @@ def log_summary(
         f"({dims}), {'bitwise deterministic' if deterministic else 'deterministic up to rounding'}, "
         f"attention: {attention}"
     )
+    for group in resolved.groups:
+        console.info(f"optimizer: {group}")
     if resolved.fp32_moments:
         console.warning(resolved.fp32_moments)
     for line in adapter_notes(config, resolved):

@@ -1,6 +1,7 @@
 """Settings of the optimizer steps: batches, precision, optimizer, learning rate, loss."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from trainer.config.schema.constraint import FIXED, PER_NODE, Constraint, CountOrZero, Fraction, Steps, StepsOrZero
@@ -45,12 +46,16 @@ class OptimizerConfig:
     """Name of the optimizer."""
     lr: Annotated[float, Constraint(exclusive_min=0)] = 3e-4
     """Peak learning rate."""
+    groups: Annotated[Mapping[str, str], Constraint(free_keys=True)] = field(default_factory=dict)
+    """Options of parameters by pattern of their names (docs/optimizers.md); the first matching pattern counts:
+    { "tok_embeddings.*" = "lr=0.3 decay=0", "*.lora_b" = "lr=16" }. "lr" is a factor of the learning rate, "decay" replaces
+    weight_decay, "optimizer" replaces name."""
     betas: Annotated[tuple[float, float], Constraint(min=0, max=0.999999)] = (0.9, 0.95)
     """Decay rates of the first and the second moment."""
     eps: Annotated[float, Constraint(exclusive_min=0)] = 1e-8
     """Term added to the denominator of the update."""
     weight_decay: Annotated[float, Constraint(min=0)] = 0.1
-    """Decoupled weight decay of matrices. Norms and biases are not decayed."""
+    """Decoupled weight decay of matrices. Norms and biases are not decayed, unless [optimizer] groups says so."""
     state_dtype: Annotated[Literal["fp32", "bf16", "8bit"], FIXED] = "fp32"
     """Precision of the moments. Updates are computed in fp32. bf16 halves the memory, but for betas above about 0.99 small
     changes are lost to rounding. 8bit quarters the memory of matrices whose row length is a multiple of 256."""

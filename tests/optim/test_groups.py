@@ -1,0 +1,120 @@
+"""Parameter groups: which options a parameter gets, and the lines about wrong ones."""
+
+import pytest
+import torch
+
+from trainer.config import ConfigError, OptimizerConfig
+from trainer.config.load import load_config
+from trainer.optim.groups import resolve_groups
+from trainer.optim.optimizer import build_optimizer
+from trainer.run.resolve import resolve
+
+DEBUG = ["--data.dataset", "python_stdlib"]
+
+
+def groups_of(groups, *argv):
+    """Return (pattern, lr, decay, names) of each group of a debug model."""
+    flags = [word for pattern, text in groups.items() for word in (f"--optimizer.groups.{pattern}", text)]
+    return [(g.pattern, g.lr, g.weight_decay, g.names) for g in resolve(load_config([*DEBUG, *flags, *argv]), 1).groups]
+
+
+def test_by_default_matrices_decay_and_norms_and_biases_do_not():
+    found = groups_of({}, "--model.name", "qwen2.5", "--model.overrides.n_layers", "1")
+    decays = {name: decay for _, _, decay, names in found for name in names}
+    assert decays["layers.0.attention.wq.weight"] == decays["tok_embeddings.weight"] == 0.1
+    assert decays["layers.0.attention.wq.bias"] == decays["norm.weight"] == 0.0
+
+
+def test_stacked_biases_of_experts_do_not_decay():
+    found = groups_of({}, "--model.name", "gpt-oss")
+    decays = {name: decay for _, _, decay, names in found for name in names}
+    assert (decays["layers.0.feed_forward.experts.w1"], decays["layers.0.feed_forward.experts.b1"]) == (0.1, 0.0)
+
+
+def test_the_first_matching_pattern_counts_and_every_parameter_is_in_one_group():
+    patterns = {"*.wo.weight": "lr=2", "layers.0.*": "lr=0.5 decay=0.3", "*": "lr=3 decay=0"}
+    found = groups_of(patterns, "--model.overrides.n_layers", "2")
+    names = [name for *_, names in found for name in names]
+    assert sorted(names) == sorted(resolve(load_config([*DEBUG, "--model.overrides.n_layers", "2"]), 1).saved_names)
+    assert found[0] == ("*.wo.weight", 2.0, 0.1, ("layers.0.attention.wo.weight", "layers.1.attention.wo.weight"))
+    assert found[1][:3] == ("layers.0.*", 0.5, 0.3) and "layers.0.attention_norm.weight" in found[1][3]
+    assert found[2][:3] == ("*", 3.0, 0.0) and len(found) == 3
+
+
+def test_a_shared_parameter_is_in_one_group_and_its_second_name_is_an_error():
+    tied = ["--model.overrides.tied_embeddings", "true"]
+    found = groups_of({"tok_embeddings.*": "lr=0.3"}, *tied)
+    assert found[0] == ("tok_embeddings.*", 0.3, 0.1, ("tok_embeddings.weight",))
+    assert not any("output.weight" in names for *_, names in found)
+    with pytest.raises(ConfigError, match=r"matches no trained parameter: output.weight is tok_embeddings.weight"):
+        groups_of({"output.*": "lr=0.3"}, *tied)
+
+
+LORA = ["--lora.rank", "4", "--checkpoint.init_from", "."]
+
+
+def test_lora_plus_is_a_group(hf_model):
+    found = groups_of({"*.lora_b": "lr=16"}, *LORA)
+    assert found[0][1:3] == (16.0, 0.1) and all(name.endswith("lora_b") for name in found[0][3])
+    assert found[1][1] == 1.0 and all(name.endswith("lora_a") for name in found[1][3])
+
+
+EXPECTED = "expected lr=FACTOR, decay=NUMBER or optimizer=NAME, separated by spaces"
+WRONG = {
+    ("nrm.weight", "lr=2"): "nrm.weight matches no trained parameter; did you mean 'norm.weight'?",
+    ("nothing", "lr=2"): "nothing matches no trained parameter",
+    ("*", ""): EXPECTED,
+    ("*", "2"): f"2: {EXPECTED}",
+    ("*", "lrr=2"): f"lrr=2: {EXPECTED}; did you mean 'lr'?",
+    ("*", "lr=2 lr=3"): "lr is given twice",
+    ("*", "lr=fast"): "lr=fast: expected a number from 1e-06 to 1e+06",
+    ("*", "lr=0"): "lr=0: expected a number from 1e-06 to 1e+06",
+    ("*", "lr=nan"): "lr=nan: expected a number from 1e-06 to 1e+06",
+    ("*", "decay=-1"): "decay=-1: expected a number from 0 to 1000",
+    ("*", "optimizer=adam"): "optimizer=adam: expected one of adamw",
+}
+
+
+@pytest.mark.parametrize(("pattern", "text"), WRONG)
+def test_wrong_options_are_one_line(pattern, text):
+    with pytest.raises(ConfigError) as failure:
+        groups_of({pattern: text})
+    assert str(failure.value).startswith(f"optimizer.groups.{pattern}: {WRONG[pattern, text]}")
+
+
+def test_a_pattern_that_has_no_effect_is_an_error():
+    with pytest.raises(ConfigError, match=r"has no effect: earlier patterns select all .*, such as \* tok_embeddings"):
+        groups_of({"*": "lr=2", "tok_embeddings.*": "lr=0.3"})
+
+
+def test_a_pattern_of_frozen_parameters_is_an_error():
+    with pytest.raises(ConfigError, match=r"matches no trained parameter: tok_embeddings.weight is frozen"):
+        groups_of({"tok_embeddings.*": "lr=0.3"}, *LORA)
+
+
+PLACEMENTS = [
+    {},
+    {"state_dtype": "8bit"},
+    {"offload": "state"},
+    {"offload": "state_and_gradients"},
+    {"in_backward": True},
+]
+
+
+def one_step(placement):
+    """Return by how much one step changes each parameter, all of which have the same values and gradients."""
+    parameters = {name: torch.nn.Parameter(torch.ones(2, 256)) for name in ("a", "b", "c")}
+    options = {"a": "lr=0.5 decay=0", "b": "decay=0.25"}
+    config = OptimizerConfig(groups=options, weight_decay=0.5, **placement)
+    optimizer = build_optimizer(parameters, config, resolve_groups(config, parameters), 1)
+    optimizer.start_step(0.1)
+    sum(p.sum() for p in parameters.values()).backward()
+    optimizer.clip(None)
+    optimizer.step(skip=torch.tensor(False))
+    return [round(1 - p.detach().mean().item(), 5) for p in parameters.values()]
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
+def test_rates_and_decays_of_groups_apply_wherever_the_update_runs(ranks, placement):
+    # The first step of AdamW changes each value by lr, besides the decay.
+    assert ranks(1).run(one_step, placement) == [[0.05, 0.125, 0.15]]

@@ -1,0 +1,133 @@
+"""Parameter groups: the rule that updates each parameter, its learning rate and its weight decay."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from torch import Tensor
+
+from trainer.config import ConfigError, OptimizerConfig
+from trainer.config.fields import matching
+from trainer.optim.rules import RULES
+from trainer.system.spelling import counted, did_you_mean
+
+_EXPECTED = "expected lr=FACTOR, decay=NUMBER or optimizer=NAME, separated by spaces"
+_LIMITS = {"lr": (1e-6, 1e6), "decay": (0.0, 1e3)}
+"""Option with a number -> its smallest and its largest value."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """Parameters that are updated alike."""
+
+    pattern: str
+    """Pattern of [optimizer] groups that selects the parameters. "": none does."""
+    rule: str
+    """Key of RULES."""
+    lr: float
+    """Factor of the step's learning rate."""
+    weight_decay: float
+    names: tuple[str, ...]
+    num_values: int
+    """Number of values of all these parameters."""
+
+    def __str__(self) -> str:
+        options = f"{self.rule}, lr x {self.lr:g}, decay {self.weight_decay:g}"
+        selected = f"{self.pattern}, " if self.pattern else ""
+        size = f"{counted(len(self.names), 'parameter')}, {self.num_values:,} values"
+        return f"{options}: {selected}{size}, such as {self.names[0]}"
+
+
+def resolve_groups(
+    config: OptimizerConfig, trained: Mapping[str, Tensor], biases: Collection[str] = (), others: Mapping[str, str] = {}
+) -> tuple[Group, ...]:
+    """Return the groups of the trained parameters: each parameter is in one, and none is empty.
+
+    The first matching pattern of [optimizer] groups gives a parameter its options. Matrices that no pattern gives a decay have
+    that of the setting; norms and biases have none.
+
+    Args:
+        config: Settings of the optimizer.
+        trained: Trained parameters by name. They may be on the meta device.
+        biases: Names of biases, which may be stacked.
+        others: Name that a pattern may mean but that is not in `trained` -> what it is.
+
+    Raises:
+        ConfigError: Options are wrong, or a pattern selects no parameter.
+    """
+    options = {pattern: _options(pattern, text) for pattern, text in config.groups.items()}
+    chosen = {name: next((p for p in options if fnmatchcase(name, p)), "") for name in trained}
+    for pattern in options:
+        _require_effect(pattern, chosen, others)
+    members: dict[tuple[str, str, float, float], list[str]] = {}
+    for name, parameter in trained.items():
+        given = options.get(chosen[name], {})
+        is_matrix = parameter.dim() >= 2 and name not in biases
+        decay = given.get("decay", config.weight_decay if is_matrix else 0.0)
+        key = chosen[name], given.get("optimizer", config.name), given.get("lr", 1.0), decay
+        members.setdefault(key, []).append(name)
+    order = [*options, ""]
+    return tuple(
+        Group(
+            pattern=pattern,
+            rule=rule,
+            lr=lr,
+            weight_decay=decay,
+            names=tuple(names),
+            num_values=sum(trained[name].numel() for name in names),
+        )
+        for (pattern, rule, lr, decay), names in sorted(members.items(), key=lambda item: order.index(item[0][0]))
+    )
+
+
+def _require_effect(pattern: str, chosen: Mapping[str, str], others: Mapping[str, str]) -> None:
+    """Raise ConfigError if a pattern selects no parameter.
+
+    Args:
+        pattern: A pattern of [optimizer] groups.
+        chosen: Name of each trained parameter -> the pattern that selects it.
+        others: See resolve_groups.
+    """
+    if pattern in chosen.values():
+        return
+    key = f"optimizer.groups.{pattern}"
+    if earlier := {first: name for name, first in chosen.items() if fnmatchcase(name, pattern)}:
+        first, name = next(iter(earlier.items()))
+        raise ConfigError(key, f"has no effect: earlier patterns select all of its parameters, such as {first} {name}")
+    if name := next((name for name in others if fnmatchcase(name, pattern)), ""):
+        raise ConfigError(key, f"matches no trained parameter: {name} {others[name]}")
+    matching(key, (pattern,), chosen, "trained parameter")
+
+
+def _options(pattern: str, text: str) -> dict:
+    """Parse the options of a pattern: option -> value. Raises ConfigError."""
+    key = f"optimizer.groups.{pattern}"
+    words = text.split()
+    if not words:
+        raise ConfigError(key, _EXPECTED)
+    options: dict[str, float | str] = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not equals or name not in (*_LIMITS, "optimizer"):
+            raise ConfigError(key, f"{word}: {_EXPECTED}{did_you_mean(name, [*_LIMITS, 'optimizer'])}")
+        if name in options:
+            raise ConfigError(key, f"{name} is given twice")
+        options[name] = _rule(key, value) if name == "optimizer" else _number(key, name, value)
+    return options
+
+
+def _rule(key: str, value: str) -> str:
+    if value not in RULES:
+        raise ConfigError(key, f"optimizer={value}: expected one of {', '.join(RULES)}{did_you_mean(value, RULES)}")
+    return value
+
+
+def _number(key: str, name: str, value: str) -> float:
+    low, high = _LIMITS[name]
+    try:
+        number = float(value)
+    except ValueError:
+        number = float("nan")
+    if not low <= number <= high:
+        raise ConfigError(key, f"{name}={value}: expected a number from {low:g} to {high:g}")
+    return number

@@ -1,0 +1,41 @@
+"""The rules that update parameters. A new one is one entry of RULES."""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from trainer.config import OptimizerConfig
+from trainer.optim.adamw import adamw, adamw_bytes
+
+
+class Updater(Protocol):
+    """torch's optimizer of some parameters, with a step that may be skipped on the device."""
+
+    param_groups: Sequence[dict]
+    state: Mapping[Tensor, dict[str, Tensor]]
+    """Parameter -> name -> state, which is allocated from the start. Each dim of a state equals that of the parameter, or is
+    smaller by an integer factor; or the state is a scalar."""
+
+    def update(self, skip: Tensor, grad_scale: Tensor | None = None) -> None:
+        """Update all parameters that have a gradient, and free their gradients. The host does not wait.
+
+        Args:
+            skip: fp32 scalar on the parameters' device. Parameters and state do not change if it is 1.
+            grad_scale: fp32 scalar by which the gradients are divided, or None.
+        """
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A rule that updates parameters."""
+
+    build: Callable[[Sequence[dict], OptimizerConfig, Collection[Tensor]], Updater]
+    """Function (torch's parameter groups of local tensors, settings, the biases among them) -> Updater."""
+    state_bytes: Callable[[Tensor, bool, OptimizerConfig], float]
+    """Function (parameter, which may be on the meta device; whether it is a bias; settings) -> bytes of its state."""
+
+
+RULES = {"adamw": Rule(adamw, adamw_bytes)}
+"""Value of [optimizer] name, and of the option `optimizer` of a group -> rule. A rank updates parameters in this order."""
