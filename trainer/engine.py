@@ -1,7 +1,7 @@
 """Engine that holds one rank's model and optimizer, and runs optimizer steps."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -134,8 +134,17 @@ class Engine:
         # After the accumulator: the optimizer's hooks of gradients must run after its own.
         names = [(part, name) for part in model_parts.values() for name, _ in part.named_parameters()]
         biases = {name for part, name in names if is_bias(part, name)}
+        optimizer = config.optimizer
+        if optimizer.muon_dtype == "auto":
+            optimizer = replace(optimizer, muon_dtype=training.compute_dtype)
+        exchanges = optimizer.name == "muon" and resolved.dims.ranks_per_stage > 1
         self.optimizer = build_optimizer(
-            self.parameters, config.optimizer, resolved.groups, resolved.dims.ranks_per_stage, biases
+            self.parameters,
+            optimizer,
+            resolved.groups,
+            resolved.dims.ranks_per_stage,
+            biases,
+            meshes.stage() if exchanges else None,
         )
         self.guard = StabilityGuard(config.resilience, self.optimizer.device)
         self.phases = PhaseTimer(device)

@@ -136,6 +136,15 @@ def _optimizer_rules(config: Config) -> Iterator[tuple[str, object, str]]:
     }
     for message, broken in incompatible.items():
         yield "optimizer.in_backward", optimizer.in_backward and broken, f"is incompatible with {message}"
+    muon_needs = {
+        "[optimizer] offload: it needs whole matrices on the device": optimizer.offload != "none",
+        "[parallel] cpu_offload: it needs whole matrices on the device": config.parallel.cpu_offload,
+        "[optimizer] in_backward: it exchanges the matrices of all blocks at once": optimizer.in_backward,
+        "[optimizer] state_dtype = 8bit, which quantizes the moments of AdamW": optimizer.state_dtype == "8bit",
+        "[lora] rank: nobody has shown a gain on adapters": config.lora.rank is not None,
+    }
+    for message, broken in muon_needs.items():
+        yield "optimizer.name", optimizer.name == "muon" and broken, f"muon is incompatible with {message}"
     rises = config.lr_schedule.name == "range_test"
     yield (
         "lr_schedule.min_lr_ratio",

@@ -34,7 +34,7 @@ class AdamW(torch.optim.AdamW):
         self.zero_grad()
 
 
-def adamw(groups: Sequence[dict], config: OptimizerConfig, biases: Collection[Tensor] = ()) -> AdamW:
+def adamw(groups: Sequence[dict], config: OptimizerConfig, biases: Collection[Tensor]) -> AdamW:
     """Return AdamW. Its state is already allocated, so that a checkpoint can be loaded and the memory is known before step 1.
 
     Args:

@@ -39,23 +39,29 @@ class Group:
 
 
 def resolve_groups(
-    config: OptimizerConfig, trained: Mapping[str, Tensor], biases: Collection[str] = (), others: Mapping[str, str] = {}
+    config: OptimizerConfig,
+    trained: Mapping[str, Tensor],
+    biases: Collection[str] = (),
+    matrices: Collection[str] = (),
+    others: Mapping[str, str] = {},
 ) -> tuple[Group, ...]:
     """Return the groups of the trained parameters: each parameter is in one, and none is empty.
 
     The first matching pattern of [optimizer] groups gives a parameter its options. Matrices that no pattern gives a decay have
-    that of the setting; norms and biases have none.
+    that of the setting; norms and biases have none. Muon updates the matrices that it may
+    update, unless a pattern says otherwise; AdamW updates all other parameters.
 
     Args:
         config: Settings of the optimizer.
         trained: Trained parameters by name. They may be on the meta device.
         biases: Names of biases, which may be stacked.
+        matrices: Names of the parameters that Muon may update.
         others: Name that a pattern may mean but that is not in `trained` -> what it is.
 
     Raises:
         ConfigError: Options are wrong, or a pattern selects no parameter.
     """
-    options = {pattern: _options(pattern, text) for pattern, text in config.groups.items()}
+    options = {pattern: _options(config, pattern, text) for pattern, text in config.groups.items()}
     chosen = {name: next((p for p in options if fnmatchcase(name, p)), "") for name in trained}
     for pattern in options:
         _require_effect(pattern, chosen, others)
@@ -64,7 +70,12 @@ def resolve_groups(
         given = options.get(chosen[name], {})
         is_matrix = parameter.dim() >= 2 and name not in biases
         decay = given.get("decay", config.weight_decay if is_matrix else 0.0)
-        key = chosen[name], given.get("optimizer", config.name), given.get("lr", 1.0), decay
+        rule = given.get("optimizer", config.name if name in matrices else "adamw")
+        if rule == "muon" and name not in matrices:
+            message = f"optimizer=muon: {name} is no matrix of a linear module in the blocks, or of experts"
+            raise ConfigError(f"optimizer.groups.{chosen[name]}", message)
+        lr = given.get("lr", 1.0) * (config.muon_lr / config.lr if rule == "muon" and config.muon_lr else 1.0)
+        key = chosen[name], rule, lr, decay
         members.setdefault(key, []).append(name)
     order = [*options, ""]
     return tuple(
@@ -99,7 +110,7 @@ def _require_effect(pattern: str, chosen: Mapping[str, str], others: Mapping[str
     matching(key, (pattern,), chosen, "trained parameter")
 
 
-def _options(pattern: str, text: str) -> dict:
+def _options(config: OptimizerConfig, pattern: str, text: str) -> dict:
     """Parse the options of a pattern: option -> value. Raises ConfigError."""
     key = f"optimizer.groups.{pattern}"
     words = text.split()
@@ -112,11 +123,15 @@ def _options(pattern: str, text: str) -> dict:
             raise ConfigError(key, f"{word}: {_EXPECTED}{did_you_mean(name, [*_LIMITS, 'optimizer'])}")
         if name in options:
             raise ConfigError(key, f"{name} is given twice")
-        options[name] = _rule(key, value) if name == "optimizer" else _number(key, name, value)
+        options[name] = _rule(config, key, value) if name == "optimizer" else _number(key, name, value)
     return options
 
 
-def _rule(key: str, value: str) -> str:
+def _rule(config: OptimizerConfig, key: str, value: str) -> str:
+    if value == "muon" and config.name != "muon":
+        raise ConfigError(
+            key, "optimizer=muon: needs [optimizer] name = muon; other groups may then have optimizer=adamw"
+        )
     if value not in RULES:
         raise ConfigError(key, f"optimizer={value}: expected one of {', '.join(RULES)}{did_you_mean(value, RULES)}")
     return value

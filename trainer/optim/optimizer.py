@@ -6,9 +6,11 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from trainer.config import OptimizerConfig
+from trainer.optim.exchange import Sharding
 from trainer.optim.groups import Group
 from trainer.optim.rules import RULES, Updater
 from trainer.runtime.distributed import sum_over
@@ -29,6 +31,7 @@ class Optimizer:
         groups: Sequence[Group],
         ranks_per_stage: int,
         biases: Collection[str] = (),
+        stage: ProcessGroup | None = None,
     ):
         """Allocate the state.
 
@@ -38,6 +41,7 @@ class Optimizer:
             groups: Those of the model. They contain all trained parameters of this rank, and may contain others.
             ranks_per_stage: Number of ranks in this rank's pipeline stage, or the world size without a pipeline.
             biases: Names of biases, which may be stacked.
+            stage: The ranks of this rank's pipeline stage, if there are several and a rule exchanges matrices.
         """
         self.names = {p: name for name, p in parameters.items() if p.requires_grad}
         self.device = next(iter(self.names)).device
@@ -45,7 +49,7 @@ class Optimizer:
         self.shares = torch.tensor(shares, dtype=torch.float32, device=self.device)
         self.targets: dict[Tensor, Tensor] = {}
         """Parameter -> tensor that torch's optimizer updates instead: the parameter's local shard."""
-        self.config, self.groups, self.biases = config, groups, biases
+        self.config, self.groups, self.biases, self.stage = config, groups, biases, stage
         self.updater_of = self._allocate()
         """Parameter -> updater of its target."""
         self.updaters = list(dict.fromkeys(self.updater_of.values()))
@@ -66,6 +70,7 @@ class Optimizer:
         """Return parameter -> updater of its target: one for each rule, in the order of RULES, so that all ranks update
         parameters in the same order."""
         by_name = {self.names[p]: p for p in parameters}
+        sharding = Sharding({self.targets[p]: p for p in by_name.values()}, self.stage)
         biases = [self.targets[by_name[name]] for name in self.biases if name in by_name]
         updaters: dict[Tensor, Updater] = {}
         for rule in RULES:
@@ -76,7 +81,7 @@ class Optimizer:
                 if own
             ]
             if param_groups:
-                updater = RULES[rule].build(param_groups, self.config, biases)
+                updater = RULES[rule].build(param_groups, self.config, biases, sharding)
                 updaters |= {p: updater for own, _ in members for p in own}
         return updaters
 
@@ -222,6 +227,7 @@ def build_optimizer(
     groups: Sequence[Group],
     ranks_per_stage: int,
     biases: Collection[str] = (),
+    stage: ProcessGroup | None = None,
 ) -> Optimizer:
     """Return the optimizer that the settings select. See Optimizer for the arguments."""
     placement = Optimizer
@@ -229,7 +235,7 @@ def build_optimizer(
         placement = InBackward
     elif config.offload != "none":
         placement = CpuOffload
-    return placement(parameters, config, groups, ranks_per_stage, biases)
+    return placement(parameters, config, groups, ranks_per_stage, biases, stage)
 
 
 def _grad_norms(parameters: Iterable[Tensor]) -> Sequence[Tensor]:

@@ -8,6 +8,8 @@ from torch import Tensor
 
 from trainer.config import OptimizerConfig
 from trainer.optim.adamw import adamw, adamw_bytes
+from trainer.optim.exchange import Sharding
+from trainer.optim.muon import Muon, muon_bytes
 
 
 class Updater(Protocol):
@@ -31,11 +33,14 @@ class Updater(Protocol):
 class Rule:
     """A rule that updates parameters."""
 
-    build: Callable[[Sequence[dict], OptimizerConfig, Collection[Tensor]], Updater]
-    """Function (torch's parameter groups of local tensors, settings, the biases among them) -> Updater."""
+    build: Callable[[Sequence[dict], OptimizerConfig, Collection[Tensor], Sharding], Updater]
+    """Function (torch's parameter groups of local tensors, settings, the biases among them, who holds them) -> Updater."""
     state_bytes: Callable[[Tensor, bool, OptimizerConfig], float]
     """Function (parameter, which may be on the meta device; whether it is a bias; settings) -> bytes of its state."""
 
 
-RULES = {"adamw": Rule(adamw, adamw_bytes)}
+RULES = {
+    "adamw": Rule(lambda groups, config, biases, sharding: adamw(groups, config, biases), adamw_bytes),
+    "muon": Rule(lambda groups, config, biases, sharding: Muon(groups, config, sharding), muon_bytes),
+}
 """Value of [optimizer] name, and of the option `optimizer` of a group -> rule. A rank updates parameters in this order."""

@@ -132,6 +132,18 @@ class Meshes:
         """Mesh that assigns samples and their tokens to ranks."""
         self.loss = mesh(pp=dims.pp, loss=dims.batch * dims.cp, tp=dims.tp)
         """Mesh whose axis "loss" contains the ranks that compute the loss of different tokens."""
+        self._timeout = timeout
+        self._stage: ProcessGroup | None = None
+
+    def stage(self) -> ProcessGroup:
+        """Return the group of the ranks of this rank's pipeline stage. The first call creates it, collectively."""
+        if self._stage is None:
+            dims = self.dims
+            partition = torch.arange(dims.world_size).view(dims.pp, dims.ranks_per_stage).tolist()
+            self._stage = _new_group(partition, "stage", self._timeout)
+            if self._timeout is not None:
+                lift_torch_limit(self._stage)
+        return self._stage
 
 
 def _new_group(partition: list[list[int]], axis: str, timeout: timedelta | None) -> ProcessGroup:

@@ -11,7 +11,7 @@ from models import MODELS
 from models.moe import CorrectedRouter
 from models.sizes import text_of
 from models.spec import Model, ModelSpec, ParallelPlan, SizeError, is_bias, meta_model, saved_buffers, saved_weights
-from trainer.adapters.select import TrainedParameters, require_trained_vocabulary, select_parameters
+from trainer.adapters.select import TrainedParameters, adaptable_weights, require_trained_vocabulary, select_parameters
 from trainer.checkpoint.huggingface import read_architecture
 from trainer.checkpoint.peft import PeftNames, require_peft_support
 from trainer.checkpoint.resume import FAMILY
@@ -105,7 +105,7 @@ def resolve(config: Config, world_size: int) -> ResolvedRun:
     tensors = trained.tensors(model)
     num_trained = sum(p.numel() for p in tensors.values())
     biases = {n for n in trained.fully if is_bias(model, n)}
-    groups = resolve_groups(config.optimizer, tensors, biases, _untrained(model, trained))
+    groups = resolve_groups(config.optimizer, tensors, biases, _muon_matrices(model, plan), _untrained(model, trained))
     rules = {n: RULES[group.rule] for group in groups for n in group.names}
     state_bytes = sum(rules[n].state_bytes(p, n in biases, config.optimizer) for n, p in tensors.items())
     fp32_moments = ""
@@ -138,6 +138,11 @@ def resolve(config: Config, world_size: int) -> ResolvedRun:
         shared=_values(config, lambda setting: not setting.constraint.per_node)
         | {"compile.enabled": compiled, "model.type": spec.huggingface.model_type, **dimensions},
     )
+
+
+def _muon_matrices(model: Model, plan: ParallelPlan) -> set[str]:
+    """Return the names of the matrices that Muon may update: those of products with hidden states, inside the blocks."""
+    return {name for name in adaptable_weights(model) if name.startswith(f"{plan.blocks_path}.")}
 
 
 def _untrained(model: Model, trained: TrainedParameters) -> dict[str, str]:

@@ -1,10 +1,18 @@
 """DTensors and the local tensors inside them."""
 
+from collections.abc import Sequence
+from functools import cache
+from itertools import product
+
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor._utils import (
+    _compute_local_shape_and_global_offset,
+    compute_local_shape_and_global_offset,
+)
+from torch.distributed.tensor.placement_types import Placement
 
 
 def to_local(tensor: Tensor) -> Tensor:
@@ -36,3 +44,26 @@ def local_region(parameter: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
         _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
     local = to_local(parameter)
     return local, tuple(slice(first, first + size) for first, size in zip(offset, local.shape, strict=True))
+
+
+def regions_of_ranks(parameter: Tensor, ranks: Sequence[int]) -> list[tuple[slice, ...]]:
+    """Return the region of each rank's shard in the global tensor, one slice per dim. ranks: those that together hold the
+    parameter, all of its mesh."""
+    if not isinstance(parameter, DTensor):
+        return [tuple(slice(0, size) for size in parameter.shape)] * len(ranks)
+    mesh = parameter.device_mesh
+    by_coordinate = _regions(tuple(parameter.shape), tuple(mesh.shape), tuple(parameter.placements))
+    of_rank = dict(zip(mesh.mesh.flatten().tolist(), by_coordinate, strict=True))
+    return [of_rank[rank] for rank in ranks]
+
+
+@cache
+def _regions(
+    shape: tuple[int, ...], mesh_shape: tuple[int, ...], placements: tuple[Placement, ...]
+) -> list[tuple[slice, ...]]:
+    """Return the region of each rank of a mesh, in the order of its ranks. Models have many parameters of few shapes."""
+    regions = []
+    for coordinate in product(*map(range, mesh_shape)):
+        local = _compute_local_shape_and_global_offset(shape, mesh_shape, list(coordinate), placements)
+        regions.append(tuple(slice(first, first + size) for size, first in zip(*local, strict=True)))
+    return regions

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from trainer.config.schema.constraint import FIXED, PER_NODE, Constraint, CountOrZero, Fraction, Steps, StepsOrZero
 
 PREFERRED = Constraint(only_with="[preference] loss != none")
+MUON = Constraint(only_with="[optimizer] name = muon")
 Samples = Annotated[int, Constraint(min=1, max=10**7, unit="samples")]
 
 
@@ -42,8 +43,9 @@ class TrainingConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    name: Annotated[Literal["adamw"], FIXED] = "adamw"
-    """Name of the optimizer."""
+    name: Annotated[Literal["adamw", "muon"], FIXED] = "adamw"
+    """Name of the optimizer. "muon" updates the matrices of the blocks' linear modules and of experts, and AdamW all other
+    parameters (docs/optimizers.md)."""
     lr: Annotated[float, Constraint(exclusive_min=0)] = 3e-4
     """Peak learning rate."""
     groups: Annotated[Mapping[str, str], Constraint(free_keys=True)] = field(default_factory=dict)
@@ -65,6 +67,20 @@ class OptimizerConfig:
     in_backward: bool = False
     """Whether to update each parameter during backward, as soon as its gradient is reduced, and then free the gradient.
     Incompatible with clipping and with skipping steps, because both need the global gradient norm before any update."""
+
+    muon_lr: Annotated[float | None, MUON, Constraint(exclusive_min=0)] = None
+    """Peak learning rate of the matrices that Muon updates. "none": lr."""
+    muon_momentum: Annotated[float, MUON, Constraint(min=0, max=0.999999)] = 0.95
+    """Decay rate of Muon's momentum."""
+    muon_nesterov: Annotated[bool, MUON] = True
+    """Whether Muon orthogonalizes a mean of gradient and momentum instead of the momentum."""
+    muon_scale: Annotated[Literal["match_adamw", "original", "unit_rms"], MUON] = "match_adamw"
+    """Factor of Muon's updates of a matrix with m rows and n columns. "match_adamw": 0.2 sqrt(max(m, n)), with which AdamW's
+    learning rate and weight decay suit; "original": sqrt(max(1, m / n)); "unit_rms": sqrt(m / n)."""
+    muon_coefficients: Annotated[Literal["jordan", "polar_express"], MUON] = "jordan"
+    """Coefficients of the five steps in which Muon orthogonalizes a matrix."""
+    muon_dtype: Annotated[Literal["auto", "fp32", "bf16"], MUON] = "auto"
+    """Precision in which Muon orthogonalizes. "auto": [training] compute_dtype."""
 
     @property
     def frees_gradients(self) -> bool:
