@@ -21,6 +21,7 @@ from trainer.parallel.init_weights import allocate, initialize
 from trainer.parallel.mesh import Meshes, ParallelDims
 from trainer.parallel.parallelize import configure_compiler, parallelize
 from trainer.parallel.pipeline import Stage
+from trainer.parallel.rotation import rotate_by_complex_product
 
 SIZES = LlamaSizes(dim=36, n_layers=3, n_heads=6, n_kv_heads=2, hidden_dim=46, vocab_size=61)
 """Not multiples of the vector width. The vocabulary is sharded unevenly."""
@@ -72,21 +73,26 @@ def test_compiled_blocks_share_a_graph_and_recompute_gathers_as_configured(ranks
             torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-4, atol=1e-4)
 
 
-def step_of_experts(mode, compiled):
-    """Return gradients and statistics of a step of a model with dense blocks and blocks with experts on one rank."""
-    torch._dynamo.reset()
-    counters.clear()
+def model_with_experts(mode, compiled, parallel=ParallelConfig()):  # noqa: B008  (frozen)
+    """Return a parallelized model with dense blocks and blocks with experts on one rank, its sizes and its meshes."""
     spec = MODELS["deepseek-v3"]
     sizes = spec.sizes["debug"]
     plan = meta_model(spec.model, sizes).plan()
-    parallel, checkpointing = ParallelConfig(), ActivationCheckpointConfig(mode=mode)
     meshes = Meshes(ParallelDims.from_config(parallel, 1), CPU, has_experts=True)
     stages = [Stage(0, 1, range(sizes.n_layers))]
+    (model,) = parallelize(
+        *(lambda: spec.model(sizes), plan, stages, meshes, parallel, ActivationCheckpointConfig(mode=mode)),
+        *(compiled, "fp32", 16, False, CPU_BACKEND),
+    ).values()
+    return model, sizes, meshes
+
+
+def step_of_experts(mode, compiled):
+    """Return gradients and statistics of a step, and the number of graphs."""
+    torch._dynamo.reset()
+    counters.clear()
     with patch("torch.compile", partial(torch.compile, backend="aot_eager")):  # graphs as the compiler gets them
-        (model,) = parallelize(
-            *(lambda: spec.model(sizes), plan, stages, meshes, parallel, checkpointing, compiled, "fp32"),
-            *(16, False, CPU_BACKEND),
-        ).values()
+        model, sizes, meshes = model_with_experts(mode, compiled)
         allocate(model, CPU)
         initialize(model, seed=0)
         apply_balance(model, ExpertsConfig(balance_loss=0.01, z_loss=0.01), 2, meshes, CPU)
@@ -112,6 +118,25 @@ def test_a_block_with_experts_is_one_graph_whatever_it_recomputes(ranks):
         assert graphs == 2  # of dense blocks, and of those with experts
         torch.testing.assert_close(compiled_totals, totals)
         torch.testing.assert_close(compiled_gradients, gradients, rtol=1e-4, atol=1e-6)
+
+
+def blocks_with_fast_forwards(mode):
+    """Return the names of the blocks with experts, and of those with the forwards of eager mode, in a compiled model whose graphs
+    break: FSDP manages its parameters."""
+    model, *_ = model_with_experts(mode, True, ParallelConfig(cpu_offload=True))
+    sparse = {name for name, b in model.layers.items() if isinstance(b.feed_forward, MixtureOfExperts)}
+    dense_layers = {
+        name: b.feed_forward.shared if name in sparse else b.feed_forward for name, b in model.layers.items()
+    }
+    rotated = {name for name, b in model.layers.items() if b.attention.rotate is rotate_by_complex_product}
+    gated = {name for name, layer in dense_layers.items() if "forward" in vars(layer)}
+    return sparse, rotated, gated
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_blocks_that_stay_uncompiled_have_the_forwards_of_eager_mode(ranks, mode):
+    ((sparse, rotated, gated),) = ranks(1).run(blocks_with_fast_forwards, mode)
+    assert sparse and rotated == gated == (sparse if mode == "selective" else set())
 
 
 @pytest.mark.parametrize(("mode", "budget"), [("budget", 0.25), ("none", 1.0)])

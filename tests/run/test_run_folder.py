@@ -16,7 +16,7 @@ from trainer.config.load import load_config
 from trainer.config.render import to_toml
 from trainer.config.toml_text import toml_value
 from trainer.run.resolve import resolve
-from trainer.run.run_folder import acquire_lock, adapter_notes, many_epochs
+from trainer.run.run_folder import acquire_lock, adapter_notes, compiled_blocks, many_epochs
 from trainer.state import TrainState
 
 SETTINGS = settings()
@@ -152,6 +152,27 @@ def test_adapters_that_do_less_than_expected_are_named(tmp_path, words, expected
     base = ["--checkpoint.init_from", str(tmp_path)] * ("--lora.rank" in words)
     config = load_config([*words, *base])
     assert adapter_notes(config, resolve(config, 1)) == expected
+
+
+EP = ["--model.name", "deepseek-v3", "--parallel.dp_shard", "2", "--parallel.ep", "2", "--compile.enabled", "true"]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--compile.enabled", "false"], ""),
+        (["--compile.enabled", "true"], ", compiled,"),
+        (EP, ", 1 block compiled, 3 blocks compiled except around experts,"),
+        ([*EP, "--activation_checkpoint.mode", "selective"], ", 1 block compiled, 3 blocks uncompiled,"),
+        (
+            [*EP, "--activation_checkpoint.mode", "selective", "--activation_checkpoint.every_n_blocks", "2"],
+            ", 1 block compiled, 2 blocks compiled except around experts, 1 block uncompiled,",
+        ),
+    ],
+)
+def test_the_summary_counts_the_compiled_blocks(words, expected):
+    config = load_config(words)
+    assert compiled_blocks(config, resolve(config, 2 if "--parallel.ep" in words else 1)) == expected
 
 
 def test_steps_that_repeat_few_samples_many_times_are_named(tmp_path):
