@@ -1,6 +1,6 @@
-"""Matrix products of rows in groups: each group of rows has its own matrix, as the tokens of each expert have.
+"""Rows in groups, such as the tokens of each expert: their order, and products with one matrix for each group.
 
-torch's grouped kernel refuses fp32 under fake tensors, and so under the compiler and the planner. These operators call it, and
+torch's grouped kernel refuses fp32 under fake tensors, and so under the compiler and the planner. The operators here call it, and
 state their shapes, gradients and floating-point operations themselves.
 """
 
@@ -13,6 +13,29 @@ from torch.utils.flop_counter import register_flop_formula
 
 _ALIGNMENT = 16
 """The strides of the kernel's matrices must be multiples of this number of bytes."""
+
+
+def permute(rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+    """Return rows[order]. Backward gathers too: torch's own would add each row to zeros, on a GPU in no fixed order.
+
+    Args:
+        rows: (rows, dim).
+        order: A permutation, (rows,), int64.
+        inverse: Its inverse, (rows,), int64.
+    """
+    return _Permute.apply(rows, order, inverse)
+
+
+class _Permute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
+        return rows[order]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        (inverse,) = ctx.saved_tensors
+        return gradient[inverse], None, None
 
 
 def grouped_product(x: Tensor, weights: Tensor, counts: Tensor, biases: Tensor | None = None) -> Tensor:
