@@ -108,7 +108,7 @@ class CorrectedRouter(Router):
 
 
 class Experts(nn.Module):
-    """Feed-forward layers with SwiGLU, whose matrices are stacked."""
+    """Feed-forward layers with SwiGLU, whose parameters are stacked: all have one matrix, or one bias, for each expert."""
 
     INTO_RESIDUAL: ClassVar = ("w2",)
     MATRICES: ClassVar = ("w1", "w2", "w3")
@@ -134,6 +134,17 @@ class Experts(nn.Module):
         """Return the product of each row and its expert's matrix, as grouped_product does. Adapters replace this method. name: of
         the stacked matrices."""
         return grouped_product(rows, getattr(self, name), counts, biases)
+
+
+def is_stack(model: nn.Module, name: str) -> bool:
+    """Return whether a parameter is a stack, whose first dim is that of the experts: all parameters of Experts are, also biases
+    and adapters. The number of dims does not tell.
+
+    Args:
+        model: Contains the parameter's module. It may be parallelized.
+        name: Of the parameter.
+    """
+    return isinstance(model.get_submodule(name.rpartition(".")[0]), Experts)
 
 
 class LocalExchange(nn.Module):

@@ -15,7 +15,7 @@ from math import prod
 import torch
 from torch import Generator, Tensor, nn
 
-from models.moe import Experts
+from models.moe import Experts, is_stack
 from models.spec import Model, ParallelPlan, multiply_adds
 from trainer.config import ConfigError, LoraConfig
 from trainer.config.fields import matching
@@ -51,10 +51,9 @@ class TrainedParameters:
         """Names of the weights with an adapter."""
         return [weight_of(name) for name in self.shapes if name.endswith(LORA_A)]
 
-    @property
-    def of_experts(self) -> dict[str, tuple[int, ...]]:
-        """Name of a stack of adapters' matrices, one for each expert -> shape."""
-        return {name: shape for name, shape in self.shapes.items() if len(shape) == 3}
+    def of_experts(self, model: nn.Module) -> dict[str, tuple[int, ...]]:
+        """Return name of a stack of adapters' matrices, one for each expert -> shape. model: the complete model."""
+        return {name: shape for name, shape in self.shapes.items() if is_stack(model, name)}
 
     def tensors(self, model: nn.Module) -> dict[str, Tensor]:
         """Return name -> trained parameter, on the meta device. model: the complete model, without adapters."""
@@ -95,7 +94,7 @@ def select_parameters(model: nn.Module, plan: ParallelPlan, config: LoraConfig) 
     if not targets and not modules:
         raise ConfigError("lora.targets", "is empty, so the run would train nothing; see also [lora] train_fully")
     fully = frozenset(names[p] for name in modules for p in owners[name].parameters(recurse=False))
-    stack = next((name for name in weights if model.get_parameter(name).dim() == 3), "")
+    stack = next((name for name in weights if is_stack(model, name)), "")
     if config.dropout and stack:
         message = f"must be 0 with adapters of experts, such as {stack}, which have no dropout; see [lora] targets"
         raise ConfigError("lora.dropout", message)
@@ -181,9 +180,14 @@ def excessive_rank(trained: TrainedParameters, rank: int) -> str:
     )
 
 
-def expert_adapters(trained: TrainedParameters, name: str) -> str:
-    """Return a line about adapters of experts, or "". name: of the model."""
-    own, total = (sum(map(prod, shapes.values())) for shapes in (trained.of_experts, trained.shapes))
+def expert_adapters(trained: TrainedParameters, model: nn.Module, name: str) -> str:
+    """Return a line about adapters of experts, or "".
+
+    Args:
+        model: The complete model.
+        name: Of the model.
+    """
+    own, total = (sum(map(prod, shapes.values())) for shapes in (trained.of_experts(model), trained.shapes))
     if not own:
         return ""
     return (

@@ -298,8 +298,8 @@ def adapter_notes(config: Config, resolved: ResolvedRun) -> list[str]:
     """Return lines about adapters that do less, or more, than a user may expect."""
     if config.lora.rank is None:
         return []
-    trained = resolved.trained
-    lines = (excessive_rank(trained, config.lora.rank), expert_adapters(trained, resolved.model_name))
+    trained, model = resolved.trained, meta_model(resolved.spec.model, resolved.sizes)
+    lines = (excessive_rank(trained, config.lora.rank), expert_adapters(trained, model, resolved.model_name))
     return list(filter(None, lines))
 
 
