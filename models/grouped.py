@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-_ALIGNMENT = 16
-"""The strides of the kernel's matrices must be multiples of this number of bytes."""
+ALIGNMENT = 16
+"""The strides of the kernel's matrices must be multiples of this number of bytes. Other groups are multiplied one by one."""
 
 
 def permute(rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
@@ -86,7 +86,7 @@ def _(a: Tensor, b: Tensor, counts: Tensor) -> Tensor:
 
 
 def _are_aligned(*tensors: Tensor) -> bool:
-    return all(t.shape[-1] * t.itemsize % _ALIGNMENT == 0 for t in tensors)
+    return all(t.shape[-1] * t.itemsize % ALIGNMENT == 0 for t in tensors)
 
 
 def _save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, bool, Tensor | None], output: Tensor) -> None:
@@ -104,7 +104,7 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None,
     for_biases = None
     if ctx.needs_input_grad[4]:
         # As a product with ones: it sums in fp32 and in a fixed order, without atomic additions.
-        ones = gradient.new_ones(gradient.shape[0], _ALIGNMENT // gradient.itemsize)
+        ones = gradient.new_ones(gradient.shape[0], ALIGNMENT // gradient.itemsize)
         for_biases = _outer_product(gradient, ones, counts)[..., 0]
     return for_x, for_weights, None, None, for_biases
 

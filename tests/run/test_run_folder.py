@@ -145,7 +145,23 @@ def test_a_run_whose_experts_have_no_adapters_is_not_resumed_with_them(tmp_path)
                 "experts out"
             ],
         ),
-        (["--lora.rank", "8", "--model.name", "olmoe", "--lora.targets", "*.attention.*"], []),
+        (["--lora.rank", "12", "--model.name", "olmoe", "--lora.targets", "*.attention.*"], []),
+        (
+            ["--lora.rank", "12", "--model.name", "mixtral", "--training.compute_dtype", "bf16"],
+            [
+                "lora: each expert of mixtral/debug has adapters of its own, 258,048 of 310,272 values; [lora] targets can leave "
+                "experts out",
+                "lora.rank = 12: is no multiple of 8, which the grouped kernel needs with [training] compute_dtype = bf16, so "
+                "the adapters of each expert are multiplied one by one",
+            ],
+        ),
+        (
+            ["--lora.rank", "12", "--model.name", "mixtral", "--training.compute_dtype", "fp32"],
+            [
+                "lora: each expert of mixtral/debug has adapters of its own, 258,048 of 310,272 values; [lora] targets can leave "
+                "experts out",
+            ],
+        ),
     ],
 )
 def test_adapters_that_do_less_than_expected_are_named(tmp_path, words, expected):

@@ -15,10 +15,12 @@ from math import prod
 import torch
 from torch import Generator, Tensor, nn
 
+from models.grouped import ALIGNMENT
 from models.moe import Experts, is_stack
 from models.spec import Model, ParallelPlan, multiply_adds
 from trainer.config import ConfigError, LoraConfig
 from trainer.config.fields import matching
+from trainer.runtime.device import DTYPES
 
 LORA_A, LORA_B = "lora_a", "lora_b"
 SCALE_SETTINGS = ("rank", "alpha", "rslora")
@@ -193,6 +195,22 @@ def expert_adapters(trained: TrainedParameters, model: nn.Module, name: str) -> 
     return (
         f"lora: each expert of {name} has adapters of its own, {own:,} of {total:,} values; [lora] targets can "
         f"leave experts out"
+    )
+
+
+def unaligned_rank(trained: TrainedParameters, model: nn.Module, rank: int, dtype: str) -> str:
+    """Return a line about adapters of experts whose products have no grouped kernel, or "".
+
+    Args:
+        model: The complete model.
+        dtype: Of the computation, "bf16" or "fp32".
+    """
+    multiple = ALIGNMENT // DTYPES[dtype].itemsize
+    if rank % multiple == 0 or not trained.of_experts(model):
+        return ""
+    return (
+        f"lora.rank = {rank}: is no multiple of {multiple}, which the grouped kernel needs with [training] compute_dtype = "
+        f"{dtype}, so the adapters of each expert are multiplied one by one"
     )
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from models.spec import meta_model
-from trainer.adapters.select import SCALE_SETTINGS, excessive_rank, expert_adapters
+from trainer.adapters.select import SCALE_SETTINGS, excessive_rank, expert_adapters, unaligned_rank
 from trainer.checkpoint import resume
 from trainer.checkpoint.export import export_run
 from trainer.checkpoint.huggingface import window_and_generation
@@ -299,7 +299,11 @@ def adapter_notes(config: Config, resolved: ResolvedRun) -> list[str]:
     if config.lora.rank is None:
         return []
     trained, model = resolved.trained, meta_model(resolved.spec.model, resolved.sizes)
-    lines = (excessive_rank(trained, config.lora.rank), expert_adapters(trained, model, resolved.model_name))
+    lines = (
+        excessive_rank(trained, config.lora.rank),
+        expert_adapters(trained, model, resolved.model_name),
+        unaligned_rank(trained, model, config.lora.rank, config.training.compute_dtype),
+    )
     return list(filter(None, lines))
 
 
