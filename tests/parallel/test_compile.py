@@ -13,7 +13,9 @@ from models.llama import LlamaSizes
 from models.moe import MixtureOfExperts
 from models.spec import meta_model
 from tests.parallel.tiny_models import CPU, build_model, inputs, reference
-from trainer.config import ActivationCheckpointConfig, ExpertsConfig, ParallelConfig
+from trainer.adapters.apply import apply_lora
+from trainer.adapters.select import LORA_B, select_parameters
+from trainer.config import ActivationCheckpointConfig, ExpertsConfig, LoraConfig, ParallelConfig
 from trainer.objective.cross_entropy import CrossEntropyHead
 from trainer.parallel.attention import CPU_BACKEND
 from trainer.parallel.balance import apply_balance
@@ -73,28 +75,32 @@ def test_compiled_blocks_share_a_graph_and_recompute_gathers_as_configured(ranks
             torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-4, atol=1e-4)
 
 
-def model_with_experts(mode, compiled, parallel=ParallelConfig()):  # noqa: B008  (frozen)
+def model_with_experts(mode, compiled, parallel=ParallelConfig(), lora=LoraConfig()):  # noqa: B008  (frozen)
     """Return a parallelized model with dense blocks and blocks with experts on one rank, its sizes and its meshes."""
     spec = MODELS["deepseek-v3"]
     sizes = spec.sizes["debug"]
     plan = meta_model(spec.model, sizes).plan()
+    trained = select_parameters(meta_model(spec.model, sizes), plan, lora)
     meshes = Meshes(ParallelDims.from_config(parallel, 1), CPU, has_experts=True)
     stages = [Stage(0, 1, range(sizes.n_layers))]
     (model,) = parallelize(
         *(lambda: spec.model(sizes), plan, stages, meshes, parallel, ActivationCheckpointConfig(mode=mode)),
-        *(compiled, "fp32", 16, False, CPU_BACKEND),
+        *(compiled, "fp32", 16, False, CPU_BACKEND, lambda model: apply_lora(model, "layers", trained, lora, seed=0)),
     ).values()
     return model, sizes, meshes
 
 
-def step_of_experts(mode, compiled):
+def step_of_experts(mode, compiled, lora=LoraConfig()):  # noqa: B008  (frozen)
     """Return gradients and statistics of a step, and the number of graphs."""
     torch._dynamo.reset()
     counters.clear()
     with patch("torch.compile", partial(torch.compile, backend="aot_eager")):  # graphs as the compiler gets them
-        model, sizes, meshes = model_with_experts(mode, compiled)
+        model, sizes, meshes = model_with_experts(mode, compiled, lora=lora)
         allocate(model, CPU)
-        initialize(model, seed=0)
+        initialize(model, seed=0, lora=lora)
+        for name, p in model.named_parameters():
+            if name.endswith(LORA_B):  # it starts at zero, and then the first matrix would have no gradient
+                torch.nn.init.normal_(p, std=0.1, generator=torch.Generator().manual_seed(0))
         apply_balance(model, ExpertsConfig(balance_loss=0.01, z_loss=0.01), 2, meshes, CPU)
         batch = inputs(sizes)
         losses = [model(*batch, head=CrossEntropyHead(batch[0], 1024)) for _ in range(2)]  # as in a pipeline
@@ -102,7 +108,7 @@ def step_of_experts(mode, compiled):
             loss.backward()
     totals = [module.balance.totals for module in model.modules() if isinstance(module, MixtureOfExperts)]
     graphs = counters["stats"]["unique_graphs"]
-    return {name: p.grad for name, p in model.named_parameters()}, torch.stack(totals), graphs
+    return {name: p.grad for name, p in model.named_parameters() if p.requires_grad}, torch.stack(totals), graphs
 
 
 def steps_of_experts():
@@ -110,9 +116,15 @@ def steps_of_experts():
     return eager, compiled
 
 
-def test_a_block_with_experts_is_one_graph_whatever_it_recomputes(ranks):
+def steps_of_adapters():
+    lora = LoraConfig(rank=4)
+    return step_of_experts("none", False, lora), [step_of_experts("selective", True, lora)]
+
+
+@pytest.mark.parametrize("steps", [steps_of_experts, steps_of_adapters])
+def test_a_block_with_experts_is_one_graph_whatever_it_recomputes(ranks, steps):
     """A break in a graph raises an exception, except around a checkpoint: torch would run the complete block eagerly."""
-    (((gradients, totals, _), compiled),) = ranks(1).run(steps_of_experts)
+    (((gradients, totals, _), compiled),) = ranks(1).run(steps)
     assert totals[:, :-2].sum() == 2 * 2 * 16 * 2 * len(totals)
     for compiled_gradients, compiled_totals, graphs in compiled:
         assert graphs == 2  # of dense blocks, and of those with experts
