@@ -74,9 +74,10 @@ def test_the_text_model_of_a_model_of_several_modalities_is_read(prefix, tmp_pat
     assert torch.equal(again(tokens).logits, original(tokens).logits)
 
 
-def test_layers_for_multi_token_prediction_are_not_read_and_others_are_refused(tmp_path):
+@pytest.mark.parametrize("key", ["num_nextn_predict_layers", "num_mtp_layers"])
+def test_layers_for_multi_token_prediction_are_not_read_and_others_are_refused(key, tmp_path):
     hf_model_of("deepseek-v3", 0).save_pretrained(tmp_path)
-    config = config_of("deepseek-v3", 0) | {"num_nextn_predict_layers": 1}
+    config = config_of("deepseek-v3", 0) | {"num_nextn_predict_layers": None, key: 1}
     (tmp_path / "config.json").write_text(json.dumps(config))
     extra = {"model.layers.4.eh_proj.weight": torch.ones(2), "model.layers.4.shared_head.norm.weight": torch.ones(2)}
     tensors = load_file(tmp_path / "model.safetensors")
@@ -85,7 +86,7 @@ def test_layers_for_multi_token_prediction_are_not_read_and_others_are_refused(t
     assert source.files() == "model.safetensors; not model.layers.4"
     correction = source.rows("layers.1.feed_forward.router.correction", 0, 8)
     assert torch.equal(correction, tensors["model.layers.1.mlp.gate.e_score_correction_bias"])
-    (tmp_path / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 0}))
+    (tmp_path / "config.json").write_text(json.dumps(config | {key: 0}))
     with pytest.raises(ConfigError, match=r"layers\.4\.eh_proj\.weight is not a parameter of this model"):
         HfModelFolder.open(tmp_path)
 
