@@ -129,7 +129,9 @@ def test_every_injected_bug_is_caught_and_names_a_wrong_parameter(
 
 @pytest.mark.parametrize("family", ["mixtral", "deepseek-v3"])
 def test_models_with_experts_are_compared_with_transformers(monkeypatch, tiny, capsys, family):
-    monkeypatch.setattr(parity, "BUGS", {name: bug for name, bug in BUGS.items() if name.startswith("gradients averaged")})
+    monkeypatch.setattr(
+        parity, "BUGS", {name: bug for name, bug in BUGS.items() if name.startswith("gradients averaged")}
+    )
     layout = ["--layout", "tp=2 ep=2"]
     assert main(monkeypatch, *tiny, "--model.name", family, "--reference", "transformers", *layout) == 0
     assert " pass" in capsys.readouterr().out.splitlines()[1]
