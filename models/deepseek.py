@@ -143,8 +143,13 @@ def _count(config: Config, key: str, default: int) -> int:
 def _read(config: Config) -> Config:
     """Return the configuration with the dense layers as sparse_layers."""
     dense, layers = _count(config, "first_k_dense_replace", 3), config["num_hidden_layers"]
+    if dense >= layers:
+        message = f"first_k_dense_replace {dense} must be below num_hidden_layers {layers}"
+        raise ValueError(f"{message}: without experts it is a dense model")
     sparse = [i >= dense for i in range(layers)]
-    return {**config, "sparse_layers": sparse, "head_dim": config.get("qk_rope_head_dim")}
+    if config.get("head_dim") not in (None, rotated := config["qk_rope_head_dim"]):
+        raise ValueError(f"head_dim {text_of(config['head_dim'])} must be qk_rope_head_dim {text_of(rotated)}")
+    return {**config, "sparse_layers": sparse}
 
 
 def _write(sizes: DeepSeekSizes) -> dict[str, Any]:
@@ -153,7 +158,7 @@ def _write(sizes: DeepSeekSizes) -> dict[str, Any]:
 
 def _ignored(config: Config, sizes: DeepSeekSizes) -> tuple[str, ...]:
     """Return the modules for multi-token prediction, which follow the layers."""
-    count = _count(config, "num_nextn_predict_layers", 1)
+    count = _count(config, "num_nextn_predict_layers", first(config.get("num_mtp_layers"), 1))
     return tuple(f"model.layers.{sizes.n_layers + i}" for i in range(count))
 
 
@@ -218,6 +223,7 @@ DEEPSEEK_V3 = ModelSpec(
             "weight_scale": "routed_scaling_factor",
             "head_dim": "qk_rope_head_dim",
         },
+        aliases={"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"},
         omitted=("sparse_layers",),
         names=_NAMES,
         ignored=_ignored,

@@ -21,6 +21,7 @@ from models.huggingface import (
     HuggingFace,
     first,
     sliding_theta,
+    split_rope,
     with_layer_types,
     write_rope_by_type,
     write_windows,
@@ -100,7 +101,8 @@ def _read(config: Config, period: int = 2) -> Config:
 
 
 def _read_gemma3(config: Config) -> Config:
-    theta = sliding_theta(config, first(config.get("rope_local_base_freq"), 10_000.0))
+    config, sliding = split_rope(config)
+    theta = sliding_theta(sliding, first(config.get("rope_local_base_freq"), 10_000.0))
     period = first(config.get("sliding_window_pattern"), 6)
     require("sliding_window_pattern", period, int)
     return {**_read(config, period), "rope_local_base_freq": theta}

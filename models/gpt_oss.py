@@ -97,7 +97,7 @@ _ROPE = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_p
 
 
 def _read(config: Config) -> Config:
-    if config.get("rope_parameters") is None and config.get("rope_scaling") is None:
+    if config.get("rope_parameters") is None and not config.get("rope_scaling"):
         config = {**config, "rope_parameters": _ROPE}
     return with_layer_types(config, lambda i: i % 2 == 0)
 
@@ -135,7 +135,8 @@ GPT_OSS = ModelSpec(
         read=_read,
         write=_write,
         size_keys={"n_experts": "num_local_experts"},
-        omitted=("normalize_weights", "sparse_layers"),
+        aliases={"num_experts": "num_local_experts"},
+        omitted=("normalize_weights",),
         names=NAMES | {"attention": "self_attn", "feed_forward.router": "mlp.router"},
         stacks={
             "feed_forward.experts.w1": StoredStack(name="mlp.experts.gate_up_proj", transposed=True, first=0, step=2),

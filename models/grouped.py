@@ -1,6 +1,6 @@
-"""Matrix products of rows in groups: each group of rows has its own matrix, as the tokens of each expert have.
+"""Rows in groups, such as the tokens of each expert: their order, and products with one matrix for each group.
 
-torch's grouped kernel refuses fp32 under fake tensors, and so under the compiler and the planner. These operators call it, and
+torch's grouped kernel refuses fp32 under fake tensors, and so under the compiler and the planner. The operators here call it, and
 state their shapes, gradients and floating-point operations themselves.
 """
 
@@ -11,8 +11,31 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-_ALIGNMENT = 16
-"""The strides of the kernel's matrices must be multiples of this number of bytes."""
+ALIGNMENT = 16
+"""The strides of the kernel's matrices must be multiples of this number of bytes. Other groups are multiplied one by one."""
+
+
+def permute(rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+    """Return rows[order]. Backward gathers too: torch's own would add each row to zeros, on a GPU in no fixed order.
+
+    Args:
+        rows: (rows, dim).
+        order: A permutation, (rows,), int64.
+        inverse: Its inverse, (rows,), int64.
+    """
+    return _Permute.apply(rows, order, inverse)
+
+
+class _Permute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
+        return rows[order]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        (inverse,) = ctx.saved_tensors
+        return gradient[inverse], None, None
 
 
 def grouped_product(x: Tensor, weights: Tensor, counts: Tensor, biases: Tensor | None = None) -> Tensor:
@@ -63,7 +86,7 @@ def _(a: Tensor, b: Tensor, counts: Tensor) -> Tensor:
 
 
 def _are_aligned(*tensors: Tensor) -> bool:
-    return all(t.shape[-1] * t.itemsize % _ALIGNMENT == 0 for t in tensors)
+    return all(t.shape[-1] * t.itemsize % ALIGNMENT == 0 for t in tensors)
 
 
 def _save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, bool, Tensor | None], output: Tensor) -> None:
@@ -81,7 +104,7 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None,
     for_biases = None
     if ctx.needs_input_grad[4]:
         # As a product with ones: it sums in fp32 and in a fixed order, without atomic additions.
-        ones = gradient.new_ones(gradient.shape[0], _ALIGNMENT // gradient.itemsize)
+        ones = gradient.new_ones(gradient.shape[0], ALIGNMENT // gradient.itemsize)
         for_biases = _outer_product(gradient, ones, counts)[..., 0]
     return for_x, for_weights, None, None, for_biases
 

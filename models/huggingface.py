@@ -135,6 +135,8 @@ class HuggingFace:
     """Sizes that are no keys of this family's config.json. `read` returns them by their own names if they are not constant."""
     size_keys: Config = field(default_factory=dict)
     """Name of a size -> its key in this family's config.json, if it differs from FIELDS."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Another name of a key of config.json, which transformers' class of this family reads too -> the key."""
     is_paired: bool = False
     """Whether the model rotates neighbouring values, so the rows of each head's queries and keys have another order."""
     byte_level_class: str = ""
@@ -247,6 +249,9 @@ class HuggingFace:
         for key, value in self.fixed.items():
             if config.get(key, value) != value:
                 raise ValueError(f"{key} {text_of(config[key])}: this model supports only {text_of(value)}")
+        if config.get("per_layer_config"):
+            raise ValueError("per_layer_config: all layers of this model have the same sizes")
+        config = self._with_own_keys(config)
         defaults = _DEFAULTS | self.defaults
         nullable = {self._key(f.name) for f in fields(self.sizes_type) if types.NoneType in get_args(f.type)}
         nullable |= {"num_key_value_heads"}  # null: as many as heads
@@ -256,7 +261,7 @@ class HuggingFace:
         common = {f for f in own if f.name in {g.name for g in fields(Sizes)}}
         self._check(config, common)
         derived = {"num_key_value_heads": config["num_attention_heads"]}
-        derived["head_dim"] = config["hidden_size"] // config["num_attention_heads"]
+        derived[self._key("head_dim")] = config["hidden_size"] // config["num_attention_heads"]
         config = self.read({**config, **{key: v for key, v in derived.items() if config.get(key) is None}})
         self._check(config, {f for f in own - common if f.name not in self.omitted})
         values = {f.name: config[self._key(f.name)] for f in own if self._key(f.name) in config}
@@ -267,7 +272,7 @@ class HuggingFace:
         except SizeError as error:
             keys = FIELDS | ROPE_FIELDS | self.size_keys
             raise ValueError(re.sub(r"\w+", lambda word: keys.get(word[0], word[0]), str(error))) from None
-        if config["head_dim"] != sizes.head_dim:
+        if config.get("head_dim") not in (None, sizes.head_dim):
             message = f"must be hidden_size / num_attention_heads = {sizes.head_dim}"
             raise ValueError(f"head_dim {text_of(config['head_dim'])}: {message}")
         return sizes
@@ -294,8 +299,20 @@ class HuggingFace:
         }
 
     def _key(self, size: str) -> str:
-        """Return the key of a size in config.json."""
-        return self.size_keys.get(size, FIELDS.get(size, size))
+        """Return the key of a size in config.json, or its name if it is omitted there."""
+        return size if size in self.omitted else self.size_keys.get(size, FIELDS.get(size, size))
+
+    def _with_own_keys(self, config: Config) -> Config:
+        """Return the configuration with `aliases` replaced. Raises ValueError."""
+        for alias, key in self.aliases.items():
+            if (value := config.get(alias)) is None:
+                continue
+            if first(config.get(key), value) != value:
+                raise ValueError(
+                    f"{alias} {text_of(value)} must be {key} {text_of(config[key])}: it is the same setting"
+                )
+            config = {**config, key: value}
+        return config
 
     def _check(self, config: Config, sizes: Iterable[Field]) -> None:
         """Raise ValueError if a size has a wrong type, or is missing although it is neither derived nor has a default."""
@@ -360,31 +377,58 @@ def first(*values: Any) -> Any:
     return next(value for value in values if value is not None)
 
 
-def rope_object(config: Config, layer_type: str = "full_attention") -> Config:
-    """Return the object that describes the positional encoding of this type of layer, or of all layers. Raises ValueError."""
-    key = "rope_scaling" if config.get("rope_parameters") is None else "rope_parameters"
-    rope = first(config.get(key), {})
-    inner = first(rope.get(layer_type), rope) if isinstance(rope, Mapping) else None
-    if not isinstance(inner, Mapping):
-        raise ValueError(f"{key} {text_of(rope)}: must be null or an object")
-    return inner
+def _object(config: Config, key: str) -> Config:
+    """Return a value of config.json that is null or an object. Raises ValueError."""
+    value = first(config.get(key), {})
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{key} {text_of(value)}: must be null or an object")
+    return value
 
 
-def sliding_theta(config: Config, default: Any) -> Any:
-    """Return the rope_theta of layers with a window. default: for files that do not describe each type of layer. Raises
-    ValueError if the context window of these layers is extended."""
-    rope = rope_object(config, "sliding_attention")
-    if rope is rope_object(config):
-        return default
-    if first(rope.get("rope_type"), "default") != "default":
-        raise ValueError(f"sliding_attention {text_of(rope)}: this model supports only the rope_type default")
-    return first(rope.get("rope_theta"), default)
+def rope_object(config: Config) -> Config:
+    """Return the object that describes the positional encoding of all layers. Raises ValueError."""
+    key = "rope_scaling" if _object(config, "rope_scaling") else "rope_parameters"  # as in all versions of transformers
+    rope = _object(config, key)
+    for layer_type in LAYER_TYPES.values():
+        if layer_type in rope:
+            raise ValueError(f"{key} {layer_type}: all layers of this model have the same positional encoding")
+    return rope
+
+
+def split_rope(config: Config) -> tuple[Config, Config]:
+    """Return the configuration in which the positional encoding of full attention is that of all layers, and the object that
+    describes the encoding of layers with a window, which is empty if the file has none. Raises ValueError."""
+    full, sliding = LAYER_TYPES["full"], LAYER_TYPES["sliding"]
+    scaling, rope = _object(config, "rope_scaling"), _object(config, "rope_parameters")
+    if full in scaling or sliding in scaling:
+        scaling, rope = {}, scaling
+    if rope and not (full in rope or sliding in rope):
+        raise ValueError(f"rope_parameters {text_of(rope)}: must describe {full} and {sliding}")
+    return {**config, "rope_scaling": _object(rope, full) | scaling, "rope_parameters": None}, _object(rope, sliding)
+
+
+def sliding_theta(sliding: Config, default: Any) -> Any:
+    """Return the rope_theta of layers with a window. Raises ValueError if the context window of these layers is extended.
+
+    Args:
+        sliding: Describes their positional encoding, see split_rope.
+        default: For files that do not describe it.
+    """
+    if first(sliding.get("rope_type"), "default") != "default":
+        raise ValueError(f"sliding_attention {text_of(sliding)}: this model supports only the rope_type default")
+    return first(sliding.get("rope_theta"), default)
+
+
+def rotary_factor(config: Config) -> Any:
+    """Return the fraction of each head's dims that is rotated. Raises ValueError."""
+    return first(rope_object(config).get("partial_rotary_factor"), config.get("partial_rotary_factor"), 1.0)
 
 
 def read_rope(config: Config, sizes_type: type[Sizes]) -> dict[str, Any]:
-    """Return the sizes of the positional encoding. If the layer types have different encodings, return that of full attention.
-    Raises ValueError."""
+    """Return the sizes of the positional encoding. Raises ValueError."""
     rope, supported = rope_object(config), sizes_type.ROPE_TYPES
+    if "partial_rotary_factor" not in (f.name for f in fields(sizes_type)) and rotary_factor(config) != 1:
+        raise ValueError(f"partial_rotary_factor {text_of(rotary_factor(config))}: this model supports only 1.0")
     rope_type = first(rope.get("rope_type"), rope.get("type"), "default")
     if rope_type not in supported:
         names = f"{', '.join(supported[:-1])} and {supported[-1]}"
@@ -434,18 +478,20 @@ def with_layer_types(config: Config, is_sliding: Callable[[int], bool]) -> Confi
 def read_windows(config: Config, sizes: Container[str]) -> dict[str, Any]:
     """Return the window and the types of the layers. If they are not listed, all layers have the window. sizes: names of the
     family's sizes. Raises ValueError."""
-    window, names = config.get("sliding_window"), {hf: name for name, hf in LAYER_TYPES.items()}
-    layers = config["num_hidden_layers"]
-    listed = first(config.get("layer_types"), ["sliding_attention"] * layers)
+    window = config.get("sliding_window") if "window" in sizes else None
+    names, layers = {hf: name for name, hf in LAYER_TYPES.items()}, config["num_hidden_layers"]
+    full, sliding = names
+    listed = first(config.get("layer_types"), [full if window is None else sliding] * layers)
     if not isinstance(listed, list) or len(listed) != layers:
         raise ValueError("layer_types must have one entry for each of the num_hidden_layers layers")
     if unknown := [name for name in listed if name not in tuple(names)]:
         raise ValueError(f"layer_types {text_of(unknown[0])}: this model supports only {' and '.join(names)}")
-    if window is not None and "window" in sizes and "layer_types" not in sizes and "full_attention" in listed:
+    if window is None and sliding in listed:
+        raise ValueError('layer_types "sliding_attention": this model has no sliding_window')
+    if window is not None and "layer_types" not in sizes and full in listed:
         # transformers ignores layer_types, and gives all layers the window.
         raise ValueError('layer_types "full_attention": all layers of this model have the sliding_window')
-    kinds = tuple("full" if window is None else names[name] for name in listed)
-    return {"window": window if "sliding" in kinds else None, "layer_types": kinds}
+    return {"window": window if sliding in listed else None, "layer_types": tuple(names[name] for name in listed)}
 
 
 def write_windows(sizes: Any) -> dict[str, Any]:

@@ -38,6 +38,7 @@ MIXTRAL = ModelSpec(
         defaults={"rms_norm_eps": 1e-5, "num_key_value_heads": 8, "sliding_window": None, "rope_theta": 1e6}
         | {"num_local_experts": 8, "num_experts_per_tok": 2, "max_position_embeddings": 131072},
         size_keys={"n_experts": "num_local_experts"},
+        aliases={"num_experts": "num_local_experts"},
         omitted=("normalize_weights",),
         names=NAMES
         | {

@@ -4,7 +4,7 @@ No token is dropped, so a token's result does not depend on the other tokens of 
 """
 
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import ClassVar, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from models.components import FeedForward
 from models.context import Context
-from models.grouped import grouped_product
+from models.grouped import grouped_product, permute
 from models.sizes import GroupedMixtureSizes, MixtureSizes
 
 
@@ -108,7 +108,7 @@ class CorrectedRouter(Router):
 
 
 class Experts(nn.Module):
-    """Feed-forward layers with SwiGLU, whose matrices are stacked."""
+    """Feed-forward layers with SwiGLU, whose parameters are stacked: all have one matrix, or one bias, for each expert."""
 
     INTO_RESIDUAL: ClassVar = ("w2",)
     MATRICES: ClassVar = ("w1", "w2", "w3")
@@ -134,6 +134,17 @@ class Experts(nn.Module):
         """Return the product of each row and its expert's matrix, as grouped_product does. Adapters replace this method. name: of
         the stacked matrices."""
         return grouped_product(rows, getattr(self, name), counts, biases)
+
+
+def is_stack(model: nn.Module, name: str) -> bool:
+    """Return whether a parameter is a stack, whose first dim is that of the experts: all parameters of Experts are, also biases
+    and adapters. The number of dims does not tell.
+
+    Args:
+        model: Contains the parameter's module. It may be parallelized.
+        name: Of the parameter.
+    """
+    return isinstance(model.get_submodule(name.rpartition(".")[0]), Experts)
 
 
 class LocalExchange(nn.Module):
@@ -198,26 +209,3 @@ class MixtureOfExperts(nn.Module):
         results = permute(self.exchange(self.experts, rows, counts), inverse, order).view(*weights.shape, -1)
         # The sum runs in the order of the token's own experts and in fp32, so it does not depend on the layout.
         return (results * weights[..., None]).sum(-2).type_as(x)
-
-
-def permute(rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-    """Return rows[order]. Backward gathers too: torch's own would add each row to zeros, on a GPU in no fixed order.
-
-    Args:
-        rows: (rows, dim).
-        order: A permutation, (rows,), int64.
-        inverse: Its inverse, (rows,), int64.
-    """
-    return _Permute.apply(rows, order, inverse)
-
-
-class _Permute(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-        ctx.save_for_backward(inverse)
-        return rows[order]
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        (inverse,) = ctx.saved_tensors
-        return gradient[inverse], None, None

@@ -19,6 +19,7 @@ from models.huggingface import (
     first,
     rope_object,
     sliding_theta,
+    split_rope,
     with_layer_types,
     write_rope_by_type,
     write_windows,
@@ -95,8 +96,9 @@ OLMO2 = ModelSpec(
 
 
 def _read(config: Config) -> Config:
+    config, sliding = split_rope(config)
     full = first(rope_object(config).get("rope_theta"), config["rope_theta"])
-    if sliding_theta(config, full) != full:
+    if sliding_theta(sliding, 500_000.0) != full:  # the default of transformers 5
         raise ValueError(f"rope_theta {text_of(full)}: must be equal in full_attention and sliding_attention")
     return with_layer_types(config, lambda i: (i + 1) % 4 != 0)
 
@@ -137,6 +139,7 @@ OLMOE = ModelSpec(
         fixed={"hidden_act": "silu", "clip_qkv": None},
         defaults={"rms_norm_eps": 1e-5, "intermediate_size": 2048, "num_experts": 64, "num_experts_per_tok": 8}
         | {"max_position_embeddings": 4096},
+        aliases={"num_local_experts": "num_experts"},
         names=MIXTURE_NAMES,
     ),
 )

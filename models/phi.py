@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from models.decoder import pre_norm_decoder
-from models.huggingface import NAMES, Config, HuggingFace, first, rope_object
+from models.huggingface import NAMES, Config, HuggingFace, first, rope_object, rotary_factor
 from models.sizes import DEBUG_DERIVED, WindowedSizes
 from models.spec import ModelSpec
 
@@ -24,10 +24,9 @@ class PhiSizes(WindowedSizes):
 
 def _read(config: Config) -> Config:
     rope = rope_object(config)
-    factor = first(rope.get("partial_rotary_factor"), config.get("partial_rotary_factor"), 1.0)
     if first(rope.get("rope_type"), rope.get("type"), "") in ("su", "yarn"):  # names of longrope in early files
-        config = {**config, "rope_parameters": {**rope, "rope_type": "longrope"}}
-    return {**config, "partial_rotary_factor": factor}
+        config = {**config, "rope_scaling": {**rope, "rope_type": "longrope"}}
+    return {**config, "partial_rotary_factor": rotary_factor(config)}
 
 
 def _write(sizes: PhiSizes) -> Config:
@@ -61,7 +60,7 @@ PHI = ModelSpec(
         model_type="phi3",
         architecture="Phi3ForCausalLM",
         sizes_type=PhiSizes,
-        defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
+        defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "original_max_position_embeddings": 4096},
         read=_read,
         write=_write,
         byte_level_class="GPT2Tokenizer",  # llama.cpp reads tokenizer.model otherwise

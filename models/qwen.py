@@ -126,16 +126,17 @@ QWEN3 = ModelSpec(
 
 
 def _read_moe(config: Config) -> Config:
-    """Return the configuration with the dense layers as sparse_layers. transformers 5.24 writes the number of experts as
-    num_local_experts, older versions and the published files as num_experts."""
+    """Return the configuration with the dense layers as sparse_layers."""
     step, dense = first(config.get("decoder_sparse_step"), 1), first(config.get("mlp_only_layers"), [])
     require("decoder_sparse_step", step, int)
     if not isinstance(dense, list) or not all(type(i) is int and i >= 0 for i in dense):
         raise ValueError(f"mlp_only_layers {text_of(dense)}: must be a list of indices of layers")
     sparse = [i not in dense and (i + 1) % step == 0 for i in range(config["num_hidden_layers"])]
-    n_experts = first(config.get("num_experts"), config.get("num_local_experts"), 128)
+    if not any(sparse):
+        values = f"mlp_only_layers {text_of(dense)} and decoder_sparse_step {step}"
+        raise ValueError(f"{values} must leave a layer with experts: without experts it is a dense model")
     window = config.get("sliding_window") if config.get("use_sliding_window") else None
-    return {**config, "sliding_window": window, "sparse_layers": sparse, "num_experts": n_experts}
+    return {**config, "sliding_window": window, "sparse_layers": sparse}
 
 
 def _write_moe(sizes: Qwen3MoeSizes) -> Config:
@@ -179,9 +180,10 @@ QWEN3_MOE = ModelSpec(
         sizes_type=Qwen3MoeSizes,
         defaults=_DEFAULTS
         | {"num_key_value_heads": 4, "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768}
-        | {"num_experts_per_tok": 8, "head_dim": 128},
+        | {"num_experts_per_tok": 8, "num_experts": 128},
         read=_read_moe,
         write=_write_moe,
+        aliases={"num_local_experts": "num_experts"},  # the key that transformers 5.24 writes
         omitted=("sparse_layers",),
         names=MIXTURE_NAMES,
     ),

@@ -50,8 +50,8 @@ def _read(config: Config) -> Config:
         raise ValueError("no_rope_layers must have one entry for each of the num_hidden_layers layers")
     if unknown := [value for value in rotated if value not in (0, 1)]:
         raise ValueError(f"no_rope_layers {text_of(unknown[0])}: each value must be 0 or 1")
-    config = with_layer_types(config, lambda i: not rotated[i])
     window = config.get("sliding_window") if config.get("use_sliding_window") else None
+    config = with_layer_types(config, lambda i: window is not None and not rotated[i])
     return {**config, "sliding_window": window, "no_rope_layers": [bool(has_rope) for has_rope in rotated]}
 
 

@@ -30,7 +30,7 @@ class Model(Protocol):
 
     def init_parameter(self, name: str, rows: Tensor, generator: Generator) -> None:
         """Fill `rows` with initial values drawn from the generator. rows: some rows of the parameter `name`, with all columns.
-        If the parameter is a stack of matrices (three dims), they are rows of one of them."""
+        If the parameter is a stack (models.moe.is_stack), they are rows of the matrix or bias of one expert."""
 
     def flops_per_token(self, seq_len: int) -> int:
         """Return the number of floating-point operations per token, in forward and backward."""

@@ -130,7 +130,8 @@ class Engine:
         if resolved.plan.has_experts:
             for part in model_parts.values():
                 apply_balance(part, config.experts, training.global_batch_size, meshes, device)
-            self.load = Load(model_parts.values(), resolved.sizes, config.experts, device)
+            blocks = [part.get_submodule(resolved.plan.blocks_path) for part in model_parts.values()]
+            self.load = Load(blocks, resolved.sizes, config.experts, device)
         # After the accumulator: the optimizer's hooks of gradients must run after its own.
         names = [(part, name) for part in model_parts.values() for name, _ in part.named_parameters()]
         biases = {name for part, name in names if is_bias(part, name)}

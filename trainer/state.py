@@ -22,7 +22,7 @@ class TrainState:
     early_stopping: list[Any] = field(default_factory=list)
     """Memory of EarlyStopping."""
     mixture: list[list[int]] = field(default_factory=list)
-    """Start and quotas of each phase of the mixture (see MixturePhase)."""
+    """Start and quotas of each phase of the mixture of datasets (see MixturePhase)."""
     world_size: int = 1
     fingerprint: dict[str, Any] = field(default_factory=dict)
     """Settings and dataset that a resumed run must not change, as name -> value. Messages show these names."""

@@ -74,9 +74,10 @@ def test_the_text_model_of_a_model_of_several_modalities_is_read(prefix, tmp_pat
     assert torch.equal(again(tokens).logits, original(tokens).logits)
 
 
-def test_layers_for_multi_token_prediction_are_not_read_and_others_are_refused(tmp_path):
+@pytest.mark.parametrize("key", ["num_nextn_predict_layers", "num_mtp_layers"])
+def test_layers_for_multi_token_prediction_are_not_read_and_others_are_refused(key, tmp_path):
     hf_model_of("deepseek-v3", 0).save_pretrained(tmp_path)
-    config = config_of("deepseek-v3", 0) | {"num_nextn_predict_layers": 1}
+    config = config_of("deepseek-v3", 0) | {"num_nextn_predict_layers": None, key: 1}
     (tmp_path / "config.json").write_text(json.dumps(config))
     extra = {"model.layers.4.eh_proj.weight": torch.ones(2), "model.layers.4.shared_head.norm.weight": torch.ones(2)}
     tensors = load_file(tmp_path / "model.safetensors")
@@ -85,7 +86,7 @@ def test_layers_for_multi_token_prediction_are_not_read_and_others_are_refused(t
     assert source.files() == "model.safetensors; not model.layers.4"
     correction = source.rows("layers.1.feed_forward.router.correction", 0, 8)
     assert torch.equal(correction, tensors["model.layers.1.mlp.gate.e_score_correction_bias"])
-    (tmp_path / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 0}))
+    (tmp_path / "config.json").write_text(json.dumps(config | {key: 0}))
     with pytest.raises(ConfigError, match=r"layers\.4\.eh_proj\.weight is not a parameter of this model"):
         HfModelFolder.open(tmp_path)
 
@@ -109,6 +110,39 @@ REFUSED = [
     (
         *("deepseek-v3", "num_experts_per_tok", 5),
         "num_experts_per_tok 5 must be at most 4, the number of experts in topk_group 2 groups",
+    ),
+    (
+        *("deepseek-v3", "first_k_dense_replace", 4),
+        "first_k_dense_replace 4 must be below num_hidden_layers 4: without experts it is a dense model",
+    ),
+    ("deepseek-v3", "head_dim", 4, "head_dim 4 must be qk_rope_head_dim 8"),
+    ("deepseek-v3", "num_local_experts", 4, "num_local_experts 4 must be n_routed_experts 8: it is the same setting"),
+    ("mixtral", "num_experts", 8, "num_experts 8 must be num_local_experts 4: it is the same setting"),
+    (
+        *("qwen3-moe", "decoder_sparse_step", 5),
+        "mlp_only_layers [] and decoder_sparse_step 5 must leave a layer with experts: without experts it is a dense model",
+    ),
+    (
+        *("gpt-oss", "rope_parameters", {"full_attention": {}, "sliding_attention": {}}),
+        "rope_parameters full_attention: all layers of this model have the same positional encoding",
+    ),
+    ("gpt-oss", "sliding_window", None, 'layer_types "sliding_attention": this model has no sliding_window'),
+    ("olmoe", "layer_types", ["sliding_attention"] * 4, 'layer_types "sliding_attention": this model has no sliding_window'),
+    *(
+        (family, "per_layer_config", {"0": {"num_experts": 2}}, "per_layer_config: all layers of this model have the same sizes")
+        for family in ("qwen3-moe", "mistral")
+    ),
+    *(
+        (family, "partial_rotary_factor", 0.5, "partial_rotary_factor 0.5: this model supports only 1.0")
+        for family in ("olmoe", "qwen3")
+    ),
+    (
+        *("olmo3", "rope_parameters", {"rope_type": "yarn"}),
+        'rope_parameters {"rope_type": "yarn"}: must describe full_attention and sliding_attention',
+    ),
+    (
+        *("olmo3", "rope_parameters", {"full_attention": {"rope_theta": 1e6}}),
+        "rope_theta 1000000.0: must be equal in full_attention and sliding_attention",
     ),
     ("deepseek-v3", "topk_method", "greedy", 'topk_method "greedy": this model supports only "noaux_tc"'),
     ("deepseek-v3", "first_k_dense_replace", -1, "first_k_dense_replace -1 must be an integer from 0"),

@@ -53,6 +53,10 @@ FAMILIES = {
         name: ["--model.name", name, "--model.overrides.head_dim", "16", "--model.overrides.hidden_dim", "48"]
         for name in ("mixtral", "qwen3-moe", "gpt-oss")
     },
+    "two-experts": [
+        *("--model.name", "mixtral", "--model.overrides.head_dim", "16", "--model.overrides.hidden_dim", "256"),
+        *("--model.overrides.n_experts", "2"),
+    ],
     "olmoe": ["--model.name", "olmoe", "--model.overrides.head_dim", "4", "--model.overrides.hidden_dim", "48"],
     "phi": [
         *(
@@ -184,6 +188,10 @@ ROWS = [
     "tp=2 qwen3",
     "dp_shard=2 ep=2 mixtral",
     "dp_shard=2 tp=2 ep=2 mixtral",
+    "pp=2 lora.rank=3 mixtral",
+    "dp_shard=2 ep=2 optimizer.offload=state mixtral",
+    "dp_shard=4 lora.rank=3 two-experts",  # more ranks than experts, which cannot share matrices of 3 rows
+    "dp_shard=4 ep=2 lora.rank=3 optimizer.state_dtype=8bit two-experts",
     "tp=2 ep=2 lora.targets=*.w2,*.w3 activation_checkpoint.mode=full gpt-oss",
     "dp_shard=2 tp=2 phi",
 ]
@@ -197,7 +205,7 @@ def test_adapters_have_the_losses_and_gradients_of_one_rank(ranks, bases, on_one
     family = last if last in FAMILIES else "llama"
     layout = Layout.parse(text.removesuffix(family).strip())
     argv = [*bases(family), *LORA, "--training.steps", "3"]
-    size = num_ranks(load_config([*argv, *flags(layout.settings)]).parallel)
+    size = num_ranks(load_config(combine([*argv, *flags(layout.settings)])).parallel)
     batch = "8" if size == 1 else "2"
     expected = on_one_rank(*argv, "--training.local_batch_size", "8", *flags(layout.single_rank_settings))
     run = measured(

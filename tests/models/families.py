@@ -3,8 +3,10 @@
 import copy
 import json
 from functools import cache
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 import transformers
 
 from models import MODELS
@@ -152,16 +154,21 @@ CONFIGS: dict[str, list[dict]] = {
 CASES = [(family, i) for family, configs in CONFIGS.items() for i in range(len(configs))]
 
 
-@cache
-def hf_model_of(family: str, index: int) -> transformers.PreTrainedModel:
-    """Return the model of transformers with random parameters, norms and biases included."""
+def reference_of(family: str, config: dict) -> transformers.PreTrainedModel:
+    """Return the model of transformers with random parameters, norms and biases included. config: content of config.json."""
     cls = getattr(transformers, MODELS[family].huggingface.architecture)
-    config = cls.config_class(**copy.deepcopy(_COMMON | CONFIGS[family][index]))  # transformers changes its arguments
+    config = cls.config_class(**copy.deepcopy(config))  # transformers changes its arguments
     config._attn_implementation = "eager"
     config._experts_implementation = "eager"
     model = cls(config).eval()
     randomize(model)
     return model
+
+
+@cache
+def hf_model_of(family: str, index: int) -> transformers.PreTrainedModel:
+    """Return the model of transformers of one of CONFIGS. See reference_of."""
+    return reference_of(family, _COMMON | CONFIGS[family][index])
 
 
 def config_of(family: str, index: int) -> dict:
@@ -176,17 +183,45 @@ def split_rows(
     return spec.huggingface.split(tensors, ours, model.sizes.head_dim)
 
 
-def model_of(family: str, index: int) -> Decoder:
-    """Return our model with the same parameters."""
-    spec = MODELS[family]
-    model = spec.model(spec.huggingface.sizes(config_of(family, index)).for_seq_len(SEQ))
-    reference = hf_model_of(family, index)
+def with_parameters_of(reference: transformers.PreTrainedModel, spec: ModelSpec, sizes: Any) -> Decoder:
+    """Return our model of these sizes with the parameters of transformers' model."""
+    model = spec.model(sizes.for_seq_len(SEQ))
     tensors = stored_tensors(reference, reference.state_dict())
     model.load_state_dict(split_rows(spec, model, tensors, saved_weights(model)), strict=False)
     return model
+
+
+def model_of(family: str, index: int) -> Decoder:
+    """Return our model with the same parameters as hf_model_of."""
+    spec = MODELS[family]
+    return with_parameters_of(hf_model_of(family, index), spec, spec.huggingface.sizes(config_of(family, index)))
 
 
 def inputs(seq: int = SEQ) -> tuple[torch.Tensor, Context]:
     """Return tokens and their context."""
     tokens = torch.randint(71, (2, seq), generator=torch.Generator().manual_seed(1))
     return tokens, Context.of(tokens)
+
+
+def distance(a: torch.Tensor, b: torch.Tensor, floor: float = 0.0) -> float:
+    """Return the norm of the difference relative to the norm of `b`, or to `floor` if that is larger."""
+    return ((a - b).norm() / max(b.norm().item(), floor)).item()
+
+
+def assert_equal(
+    spec: ModelSpec, model: Decoder, reference: transformers.PreTrainedModel, gradient_limit: float = 1e-5
+) -> None:
+    """Assert that logits and every gradient equal those of transformers."""
+    tokens, context = inputs()
+    reference.zero_grad()
+    expected, actual = reference(tokens).logits, model(tokens, context)
+    for logits in (expected, actual):
+        F.cross_entropy(logits.flatten(0, 1), tokens.flatten()).backward()
+    assert distance(actual, expected) < 1e-5
+    gradients = stored_tensors(reference, {name: p.grad for name, p in reference.named_parameters()})
+    # A bias of keys without positional encoding has no gradient, so errors are compared with all gradients too.
+    floor = 1e-2 * torch.stack([g.norm() for g in gradients.values()]).norm().item()
+    expected = split_rows(spec, model, gradients, dict(model.named_parameters()))
+    for name, parameter in model.named_parameters():
+        assert distance(parameter.grad, expected[name], floor) < gradient_limit, name
+    assert spec.huggingface.join(expected, model.sizes.head_dim).keys() == gradients.keys()

@@ -5,10 +5,12 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses import FakeTensorMode
 
+from models import MODELS
 from models.grouped import grouped_product
 from models.mixtral import MixtralSizes
-from models.moe import MixtureOfExperts, Router
+from models.moe import MixtureOfExperts, Router, is_stack
 from models.sizes import DEBUG
+from models.spec import meta_model
 from trainer.testing.random_parameters import randomize
 
 SIZES = MixtralSizes(**DEBUG | {"dim": 8, "hidden_dim": 12, "n_experts": 4, "experts_per_token": 2})
@@ -46,6 +48,17 @@ def test_of_equal_scores_the_lower_index_comes_first():
         routing = router(torch.ones(1, 3, 8))
     assert routing.experts.tolist() == [[[0, 1]] * 3]
     assert torch.equal(routing.weights, torch.full((1, 3, 2), 0.5))
+
+
+@pytest.mark.parametrize("family", [name for name, spec in MODELS.items() if "debug" in spec.sizes])
+def test_the_stacks_of_a_model_are_those_of_its_files(family):
+    spec = MODELS[family]
+    model = meta_model(spec.model, spec.sizes["debug"])
+    stacks = {name for name, _ in model.named_parameters() if is_stack(model, name)}
+    assert stacks == {name for name, _ in model.named_parameters() if spec.huggingface.is_stack(name)}
+    assert {name.rpartition(".")[0] for name in stacks} == {
+        n for n, _ in model.named_modules() if n.endswith(".experts")
+    }
 
 
 def test_the_result_of_a_token_does_not_depend_on_the_other_tokens():

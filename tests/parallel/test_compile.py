@@ -13,7 +13,9 @@ from models.llama import LlamaSizes
 from models.moe import MixtureOfExperts
 from models.spec import meta_model
 from tests.parallel.tiny_models import CPU, build_model, inputs, reference
-from trainer.config import ActivationCheckpointConfig, ExpertsConfig, ParallelConfig
+from trainer.adapters.apply import apply_lora
+from trainer.adapters.select import LORA_B, select_parameters
+from trainer.config import ActivationCheckpointConfig, ExpertsConfig, LoraConfig, ParallelConfig
 from trainer.objective.cross_entropy import CrossEntropyHead
 from trainer.parallel.attention import CPU_BACKEND
 from trainer.parallel.balance import apply_balance
@@ -21,6 +23,7 @@ from trainer.parallel.init_weights import allocate, initialize
 from trainer.parallel.mesh import Meshes, ParallelDims
 from trainer.parallel.parallelize import configure_compiler, parallelize
 from trainer.parallel.pipeline import Stage
+from trainer.parallel.rotation import rotate_by_complex_product
 
 SIZES = LlamaSizes(dim=36, n_layers=3, n_heads=6, n_kv_heads=2, hidden_dim=46, vocab_size=61)
 """Not multiples of the vector width. The vocabulary is sharded unevenly."""
@@ -72,23 +75,32 @@ def test_compiled_blocks_share_a_graph_and_recompute_gathers_as_configured(ranks
             torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-4, atol=1e-4)
 
 
-def step_of_experts(mode, compiled):
-    """Return gradients and statistics of a step of a model with dense blocks and blocks with experts on one rank."""
-    torch._dynamo.reset()
-    counters.clear()
+def model_with_experts(mode, compiled, parallel=ParallelConfig(), lora=LoraConfig()):  # noqa: B008  (frozen)
+    """Return a parallelized model with dense blocks and blocks with experts on one rank, its sizes and its meshes."""
     spec = MODELS["deepseek-v3"]
     sizes = spec.sizes["debug"]
     plan = meta_model(spec.model, sizes).plan()
-    parallel, checkpointing = ParallelConfig(), ActivationCheckpointConfig(mode=mode)
+    trained = select_parameters(meta_model(spec.model, sizes), plan, lora)
     meshes = Meshes(ParallelDims.from_config(parallel, 1), CPU, has_experts=True)
     stages = [Stage(0, 1, range(sizes.n_layers))]
+    (model,) = parallelize(
+        *(lambda: spec.model(sizes), plan, stages, meshes, parallel, ActivationCheckpointConfig(mode=mode)),
+        *(compiled, "fp32", 16, False, CPU_BACKEND, lambda model: apply_lora(model, "layers", trained, lora, seed=0)),
+    ).values()
+    return model, sizes, meshes
+
+
+def step_of_experts(mode, compiled, lora=LoraConfig()):  # noqa: B008  (frozen)
+    """Return gradients and statistics of a step, and the number of graphs."""
+    torch._dynamo.reset()
+    counters.clear()
     with patch("torch.compile", partial(torch.compile, backend="aot_eager")):  # graphs as the compiler gets them
-        (model,) = parallelize(
-            *(lambda: spec.model(sizes), plan, stages, meshes, parallel, checkpointing, compiled, "fp32"),
-            *(16, False, CPU_BACKEND),
-        ).values()
+        model, sizes, meshes = model_with_experts(mode, compiled, lora=lora)
         allocate(model, CPU)
-        initialize(model, seed=0)
+        initialize(model, seed=0, lora=lora)
+        for name, p in model.named_parameters():
+            if name.endswith(LORA_B):  # it starts at zero, and then the first matrix would have no gradient
+                torch.nn.init.normal_(p, std=0.1, generator=torch.Generator().manual_seed(0))
         apply_balance(model, ExpertsConfig(balance_loss=0.01, z_loss=0.01), 2, meshes, CPU)
         batch = inputs(sizes)
         losses = [model(*batch, head=CrossEntropyHead(batch[0], 1024)) for _ in range(2)]  # as in a pipeline
@@ -96,7 +108,7 @@ def step_of_experts(mode, compiled):
             loss.backward()
     totals = [module.balance.totals for module in model.modules() if isinstance(module, MixtureOfExperts)]
     graphs = counters["stats"]["unique_graphs"]
-    return {name: p.grad for name, p in model.named_parameters()}, torch.stack(totals), graphs
+    return {name: p.grad for name, p in model.named_parameters() if p.requires_grad}, torch.stack(totals), graphs
 
 
 def steps_of_experts():
@@ -104,14 +116,39 @@ def steps_of_experts():
     return eager, compiled
 
 
-def test_a_block_with_experts_is_one_graph_whatever_it_recomputes(ranks):
+def steps_of_adapters():
+    lora = LoraConfig(rank=4)
+    return step_of_experts("none", False, lora), [step_of_experts("selective", True, lora)]
+
+
+@pytest.mark.parametrize("steps", [steps_of_experts, steps_of_adapters])
+def test_a_block_with_experts_is_one_graph_whatever_it_recomputes(ranks, steps):
     """A break in a graph raises an exception, except around a checkpoint: torch would run the complete block eagerly."""
-    (((gradients, totals, _), compiled),) = ranks(1).run(steps_of_experts)
+    (((gradients, totals, _), compiled),) = ranks(1).run(steps)
     assert totals[:, :-2].sum() == 2 * 2 * 16 * 2 * len(totals)
     for compiled_gradients, compiled_totals, graphs in compiled:
         assert graphs == 2  # of dense blocks, and of those with experts
         torch.testing.assert_close(compiled_totals, totals)
         torch.testing.assert_close(compiled_gradients, gradients, rtol=1e-4, atol=1e-6)
+
+
+def blocks_with_fast_forwards(mode):
+    """Return the names of the blocks with experts, and of those with the forwards of eager mode, in a compiled model whose graphs
+    break: FSDP manages its parameters."""
+    model, *_ = model_with_experts(mode, True, ParallelConfig(cpu_offload=True))
+    sparse = {name for name, b in model.layers.items() if isinstance(b.feed_forward, MixtureOfExperts)}
+    dense_layers = {
+        name: b.feed_forward.shared if name in sparse else b.feed_forward for name, b in model.layers.items()
+    }
+    rotated = {name for name, b in model.layers.items() if b.attention.rotate is rotate_by_complex_product}
+    gated = {name for name, layer in dense_layers.items() if "forward" in vars(layer)}
+    return sparse, rotated, gated
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_blocks_that_stay_uncompiled_have_the_forwards_of_eager_mode(ranks, mode):
+    ((sparse, rotated, gated),) = ranks(1).run(blocks_with_fast_forwards, mode)
+    assert sparse and rotated == gated == (sparse if mode == "selective" else set())
 
 
 @pytest.mark.parametrize(("mode", "budget"), [("budget", 0.25), ("none", 1.0)])

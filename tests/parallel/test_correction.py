@@ -20,7 +20,7 @@ MODEL = ["--model.name", "deepseek-v3", "--experts.bias_rate", "0.001"]
 
 
 def load_of(model, **config):
-    return Load([model], SIZES, ExpertsConfig(**config), torch.device("cpu"))
+    return Load([model.layers], SIZES, ExpertsConfig(**config), torch.device("cpu"))
 
 
 def corrections_of(model):

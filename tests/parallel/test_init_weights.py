@@ -1,6 +1,10 @@
+import torch
+from torch import nn
+
 from models.llama import LlamaSizes, llama
 from tests.parallel.test_fsdp import build
 from tests.training_runs import full, hash_of
+from trainer.parallel.init_weights import allocate, initialize
 
 
 def weights(settings):
@@ -47,10 +51,6 @@ def test_parameters_with_more_rows_than_one_seed_are_filled(ranks):
 
 
 def long_table():
-    import torch
-
-    from trainer.parallel.init_weights import allocate, initialize
-
     sizes = LlamaSizes(dim=4, n_layers=1, n_heads=2, n_kv_heads=1, hidden_dim=4, vocab_size=2500)
     with torch.device("meta"):
         model = llama(sizes)
@@ -59,3 +59,22 @@ def long_table():
     table = model.tok_embeddings.weight
     groups = table[:1024], table[1024:2048]
     return bool(table.std(dim=1).min() > 0 and not (groups[0] == groups[1]).any())
+
+
+class Convolution(nn.Module):
+    """A model whose weight has three dims, but is no stack."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(5, 3, 2))
+        self.drawn = []
+
+    def init_parameter(self, name, rows, generator):
+        self.drawn.append(tuple(rows.shape))
+        rows.fill_(1.0)
+
+
+def test_a_parameter_of_three_dims_need_not_be_a_stack():
+    model = Convolution()
+    initialize(model, seed=0)
+    assert model.drawn == [(5, 3, 2)] and (model.weight == 1).all()

@@ -16,7 +16,7 @@ from trainer.config.load import load_config
 from trainer.config.render import to_toml
 from trainer.config.toml_text import toml_value
 from trainer.run.resolve import resolve
-from trainer.run.run_folder import acquire_lock, adapter_notes, many_epochs
+from trainer.run.run_folder import acquire_lock, adapter_notes, compiled_blocks, many_epochs
 from trainer.state import TrainState
 
 SETTINGS = settings()
@@ -145,13 +145,50 @@ def test_a_run_whose_experts_have_no_adapters_is_not_resumed_with_them(tmp_path)
                 "experts out"
             ],
         ),
-        (["--lora.rank", "8", "--model.name", "olmoe", "--lora.targets", "*.attention.*"], []),
+        (["--lora.rank", "12", "--model.name", "olmoe", "--lora.targets", "*.attention.*"], []),
+        (
+            ["--lora.rank", "12", "--model.name", "mixtral", "--training.compute_dtype", "bf16"],
+            [
+                "lora: each expert of mixtral/debug has adapters of its own, 258,048 of 310,272 values; [lora] targets can leave "
+                "experts out",
+                "lora.rank = 12: is no multiple of 8, which the grouped kernel needs with [training] compute_dtype = bf16, so "
+                "the adapters of each expert are multiplied one by one",
+            ],
+        ),
+        (
+            ["--lora.rank", "12", "--model.name", "mixtral", "--training.compute_dtype", "fp32"],
+            [
+                "lora: each expert of mixtral/debug has adapters of its own, 258,048 of 310,272 values; [lora] targets can leave "
+                "experts out",
+            ],
+        ),
     ],
 )
 def test_adapters_that_do_less_than_expected_are_named(tmp_path, words, expected):
     base = ["--checkpoint.init_from", str(tmp_path)] * ("--lora.rank" in words)
     config = load_config([*words, *base])
     assert adapter_notes(config, resolve(config, 1)) == expected
+
+
+EP = ["--model.name", "deepseek-v3", "--parallel.dp_shard", "2", "--parallel.ep", "2", "--compile.enabled", "true"]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--compile.enabled", "false"], ""),
+        (["--compile.enabled", "true"], ", compiled,"),
+        (EP, ", 1 block compiled, 3 blocks compiled except around experts,"),
+        ([*EP, "--activation_checkpoint.mode", "selective"], ", 1 block compiled, 3 blocks uncompiled,"),
+        (
+            [*EP, "--activation_checkpoint.mode", "selective", "--activation_checkpoint.every_n_blocks", "2"],
+            ", 1 block compiled, 2 blocks compiled except around experts, 1 block uncompiled,",
+        ),
+    ],
+)
+def test_the_summary_counts_the_compiled_blocks(words, expected):
+    config = load_config(words)
+    assert compiled_blocks(config, resolve(config, 2 if "--parallel.ep" in words else 1)) == expected
 
 
 def test_steps_that_repeat_few_samples_many_times_are_named(tmp_path):

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from models.context import Context
 from models.grouped import grouped_product
 from models.moe import Experts
-from trainer.adapters.select import LORA_A, LORA_B, TrainedParameters, adapter_shapes, matrices_of
+from trainer.adapters.select import LORA_A, LORA_B, TrainedParameters, adapter_shapes, matrices_of, weight_of
 from trainer.config import LoraConfig
 from trainer.runtime.device import DTYPES
 from trainer.runtime.dtensor import to_local
@@ -108,14 +108,17 @@ def apply_lora(model: nn.Module, blocks: str, trained: TrainedParameters, config
     if dropout is not None:
         dropout.attach(model, blocks)
     present = dict(model.named_modules())
+    stacks: dict[Experts, list[str]] = {}
     for weight in trained.adapted:
         name, _, leaf = weight.rpartition(".")
         if isinstance(module := present.get(name), Experts):
-            _add_expert_adapters(module, leaf, config)
+            stacks.setdefault(module, []).append(leaf)
         elif module is not None:
             # Without the block's name, because compiled blocks share one graph.
             _, _, name_in_block = name.removeprefix(f"{blocks}.").partition(".")
             _add_adapter(module, name_in_block, config, dropout)
+    for experts, leaves in stacks.items():
+        _add_expert_adapters(experts, leaves, config)
 
 
 def _add_adapter(linear: nn.Linear, module_name: str, config: LoraConfig, dropout: AdapterDropout | None) -> None:
@@ -151,20 +154,21 @@ def _add_adapter(linear: nn.Linear, module_name: str, config: LoraConfig, dropou
     linear.forward = forward
 
 
-def _add_expert_adapters(experts: Experts, leaf: str, config: LoraConfig) -> None:
-    """Add an adapter to the matrix of each expert, on the rank that holds the expert. leaf: name of the stacked matrices."""
-    weight, base, scale = getattr(experts, leaf), experts.product, config.scale
-    for name, shape in adapter_shapes(experts, [leaf], config.rank).items():
+def _add_expert_adapters(experts: Experts, leaves: list[str], config: LoraConfig) -> None:
+    """Add adapters to the matrices of each expert, on the rank that holds the expert. leaves: names of the stacked matrices."""
+    for name, shape in adapter_shapes(experts, leaves, config.rank).items():
+        weight = getattr(experts, weight_of(name))
         stack = torch.empty(shape, dtype=DTYPES[config.dtype], device=weight.device)
         if isinstance(weight, DTensor):
             stack = distribute_tensor(stack, weight.device_mesh, weight.placements, src_data_rank=None)
         experts.register_parameter(name, nn.Parameter(stack))
+    base, scale = experts.product, config.scale
 
     def product(name: str, rows: Tensor, counts: Tensor, biases: Tensor | None = None) -> Tensor:
         out = base(name, rows, counts, biases)
-        if name != leaf:
+        if name not in leaves:
             return out
-        a, b = _expert_factors(experts, leaf)
+        a, b = _expert_factors(experts, name)
         return out + grouped_product(grouped_product(rows, a, counts) * scale, b, counts)
 
     experts.product = product

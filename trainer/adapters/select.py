@@ -15,10 +15,12 @@ from math import prod
 import torch
 from torch import Generator, Tensor, nn
 
-from models.moe import Experts
+from models.grouped import ALIGNMENT
+from models.moe import Experts, is_stack
 from models.spec import Model, ParallelPlan, multiply_adds
 from trainer.config import ConfigError, LoraConfig
 from trainer.config.fields import matching
+from trainer.runtime.device import DTYPES
 
 LORA_A, LORA_B = "lora_a", "lora_b"
 SCALE_SETTINGS = ("rank", "alpha", "rslora")
@@ -51,10 +53,9 @@ class TrainedParameters:
         """Names of the weights with an adapter."""
         return [weight_of(name) for name in self.shapes if name.endswith(LORA_A)]
 
-    @property
-    def of_experts(self) -> dict[str, tuple[int, ...]]:
-        """Name of a stack of adapters' matrices, one for each expert -> shape."""
-        return {name: shape for name, shape in self.shapes.items() if len(shape) == 3}
+    def of_experts(self, model: nn.Module) -> dict[str, tuple[int, ...]]:
+        """Return name of a stack of adapters' matrices, one for each expert -> shape. model: the complete model."""
+        return {name: shape for name, shape in self.shapes.items() if is_stack(model, name)}
 
     def tensors(self, model: nn.Module) -> dict[str, Tensor]:
         """Return name -> trained parameter, on the meta device. model: the complete model, without adapters."""
@@ -95,7 +96,7 @@ def select_parameters(model: nn.Module, plan: ParallelPlan, config: LoraConfig) 
     if not targets and not modules:
         raise ConfigError("lora.targets", "is empty, so the run would train nothing; see also [lora] train_fully")
     fully = frozenset(names[p] for name in modules for p in owners[name].parameters(recurse=False))
-    stack = next((name for name in weights if model.get_parameter(name).dim() == 3), "")
+    stack = next((name for name in weights if is_stack(model, name)), "")
     if config.dropout and stack:
         message = f"must be 0 with adapters of experts, such as {stack}, which have no dropout; see [lora] targets"
         raise ConfigError("lora.dropout", message)
@@ -181,14 +182,35 @@ def excessive_rank(trained: TrainedParameters, rank: int) -> str:
     )
 
 
-def expert_adapters(trained: TrainedParameters, name: str) -> str:
-    """Return a line about adapters of experts, or "". name: of the model."""
-    own, total = (sum(map(prod, shapes.values())) for shapes in (trained.of_experts, trained.shapes))
+def expert_adapters(trained: TrainedParameters, model: nn.Module, name: str) -> str:
+    """Return a line about adapters of experts, or "".
+
+    Args:
+        model: The complete model.
+        name: Of the model.
+    """
+    own, total = (sum(map(prod, shapes.values())) for shapes in (trained.of_experts(model), trained.shapes))
     if not own:
         return ""
     return (
         f"lora: each expert of {name} has adapters of its own, {own:,} of {total:,} values; [lora] targets can "
         f"leave experts out"
+    )
+
+
+def unaligned_rank(trained: TrainedParameters, model: nn.Module, rank: int, dtype: str) -> str:
+    """Return a line about adapters of experts whose products have no grouped kernel, or "".
+
+    Args:
+        model: The complete model.
+        dtype: Of the computation, "bf16" or "fp32".
+    """
+    multiple = ALIGNMENT // DTYPES[dtype].itemsize
+    if rank % multiple == 0 or not trained.of_experts(model):
+        return ""
+    return (
+        f"lora.rank = {rank}: is no multiple of {multiple}, which the grouped kernel needs with [training] compute_dtype = "
+        f"{dtype}, so the adapters of each expert are multiplied one by one"
     )
 
 

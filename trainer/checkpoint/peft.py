@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from models.huggingface import text_name
+from models.moe import is_stack
 from models.sizes import text_of
 from models.spec import ModelSpec, meta_model
 from trainer.adapters.select import LORA_A, LORA_B, TrainedParameters, adaptable_weights, matrices_of, weight_of
@@ -57,11 +58,13 @@ class PeftNames:
         }
         """Name of a matrix that can have an adapter -> name of its module in the base model."""
 
-    @staticmethod
-    def matrices(names: Iterable[str], parameters: Mapping[str, Tensor]) -> list[str]:
+    def matrices(self, names: Iterable[str], parameters: Mapping[str, Tensor]) -> list[str]:
         """Return the names, each stack replaced by its matrices, `name@expert`. parameters: by name."""
-        sizes = {name: parameters[name].shape[0] if parameters[name].dim() == 3 else None for name in names}
-        return [m for n, size in sizes.items() for m in ([n] if size is None else [f"{n}@{i}" for i in range(size)])]
+        matrices = []
+        for name in names:
+            experts = range(len(parameters[name])) if is_stack(self.model, name) else ()
+            matrices += [f"{name}@{i}" for i in experts] or [name]
+        return matrices
 
     def base(self, name: str) -> str:
         """Return the matrix of the base model to which a trained matrix belongs."""
@@ -84,7 +87,7 @@ class PeftNames:
     def unsupported_adapters(self, adapted: Iterable[str]) -> str:
         """Return why peft cannot load adapters of these weights, or "" if it can. transformers 5 stacks the matrices of experts.
         There, peft converts adapters of experts, which it recognizes by the last words of their names, if none is missing."""
-        stacks = [name for name, p in self.parameters.items() if self.hf.is_stack(name) and p.dim() == 3]
+        stacks = [name for name in adaptable_weights(self.model) if is_stack(self.model, name)]
         adapted = set(adapted)
         own = [name for name in stacks if name in adapted]
         if own and self.hf.stack_of(own[0]) is not None:
@@ -183,7 +186,7 @@ def load_peft(folder: Path, names: PeftNames, own: Tensors, trained: Tensors) ->
         require_match(folder, {}, {}, cast=True, problems=[*_dropped_rows(names, read, trained)])
         for name, parameter in own.items():
             local, region = local_region(parameter)
-            if parameter.dim() == 3:  # the adapters of this rank's experts
+            if is_stack(names.model, name):  # the adapters of this rank's experts
                 for i, matrix in enumerate(local, region[0].start):
                     matrix.copy_(read(names.stored(f"{name}@{i}"))[region[1:]])
                 continue

@@ -93,7 +93,7 @@ class _MixedPrecisionAdamW(AdamW):
     def _update(self, p: Tensor, group: dict) -> None:
         tensors = {"p": p, "grad": p.grad, **self.state[p]}
         step = tensors.pop("step")
-        if p.dim() > 2:  # a stack of matrices
+        if p.dim() > 2:  # such as a stack of matrices: rows of all of them
             tensors = {name: t.flatten(0, -2) for name, t in tensors.items()}
         rows = max(1, _CHUNK_VALUES // max(1, tensors["p"][:1].numel()))
         for chunk in zip(*(t.split(rows) for t in tensors.values()), strict=True):

@@ -121,13 +121,11 @@ def apply_balance(
 class Load:
     """The load of all experts in a step, and the corrections that follow from it."""
 
-    def __init__(
-        self, model_parts: Iterable[nn.Module], sizes: MixtureSizes, config: ExpertsConfig, device: torch.device
-    ):
+    def __init__(self, blocks: Iterable[nn.Module], sizes: MixtureSizes, config: ExpertsConfig, device: torch.device):
         """Find the layers.
 
         Args:
-            model_parts: This rank's stages.
+            blocks: Container of the blocks of each stage of this rank. A block is named by its index.
             sizes: Of the model.
             config: Change of the corrections.
             device: Of the statistics.
@@ -137,10 +135,8 @@ class Load:
         self.rows = {layer: row for row, layer in enumerate(layers)}
         self.layers: dict[int, MixtureOfExperts] = {}
         """Index of a layer of this rank -> its mixture of experts."""
-        for part in model_parts:
-            for name, module in part.named_modules():
-                if isinstance(module, MixtureOfExperts):
-                    self.layers[next(int(word) for word in name.split(".") if word.isdigit())] = module
+        for name, block in (named for container in blocks for named in container.named_children()):
+            self.layers |= {int(name): module for module in block.modules() if isinstance(module, MixtureOfExperts)}
         self.shape, self.device = (len(layers), sizes.n_experts), device
         self.counts = torch.zeros(self.shape, dtype=torch.float64, device=device)
         """Number of valid tokens sent to each expert in the last step, over all ranks, (layers, experts). Exact in fp64."""

@@ -8,6 +8,7 @@ from functools import partial
 import torch
 from torch import Generator, Tensor, nn
 
+from models.moe import is_stack
 from models.spec import saved_buffers
 from trainer.adapters.select import LORA_A, LORA_B, init_adapter
 from trainer.config import LoraConfig
@@ -44,8 +45,8 @@ def initialize(model: nn.Module, seed: int, loaded: Collection[str] = (), lora: 
         lora: Settings of the adapters, if the model has adapters.
 
     Each group of ROWS_PER_SEED rows of a matrix has its own CPU generator, seeded by (seed, name, group). So a rank draws only
-    the groups of its shard, and the weights do not depend on the layout, the world size or the device. In a stack of matrices,
-    one for each expert, the seed also contains the index of the expert.
+    the groups of its shard, and the weights do not depend on the layout, the world size or the device. In a stack, the
+    seed also contains the index of the expert.
     """
     for name, buffer in saved_buffers(model).items():
         owner, _, leaf = name.rpartition(".")
@@ -58,10 +59,10 @@ def initialize(model: nn.Module, seed: int, loaded: Collection[str] = (), lora: 
             local, region = local_region(parameter)
             if local.numel() == 0:
                 continue
-            is_stack = parameter.dim() == 3
-            matrices = zip(range(region[0].start, region[0].stop), local, strict=True) if is_stack else [(None, local)]
-            rows, *columns = region[1:] if is_stack else region
-            shape = parameter.shape[1:] if is_stack else parameter.shape
+            stacked = is_stack(model, name)
+            matrices = zip(range(region[0].start, region[0].stop), local, strict=True) if stacked else [(None, local)]
+            rows, *columns = region[1:] if stacked else region
+            shape = parameter.shape[1:] if stacked else parameter.shape
             groups = range(rows.start // ROWS_PER_SEED, -(-rows.stop // ROWS_PER_SEED))
             for expert, matrix in matrices:
                 path = f"{seed}/{name}" if expert is None else f"{seed}/{name}/{expert}"

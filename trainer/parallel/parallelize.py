@@ -1,6 +1,7 @@
 """Parallelization of a model. All forms of parallelism are applied in the only order in which they compose."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -10,7 +11,7 @@ from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 from models.moe import MixtureOfExperts
 from models.spec import ParallelPlan
 from trainer.config import ActivationCheckpointConfig, ParallelConfig
-from trainer.parallel.activation_checkpoint import block_forward, recompute_policy
+from trainer.parallel.activation_checkpoint import RecomputePolicy, block_forward, recompute_policy
 from trainer.parallel.activation_offload import InputOffloader
 from trainer.parallel.attention import AttentionBackend, apply_attention
 from trainer.parallel.experts import apply_experts
@@ -43,7 +44,7 @@ def parallelize(
 
     The order, and why:
         prune: only the modules of the stage remain.
-        without compilation: feed-forward layers and rotations get faster forwards, which the other steps wrap.
+        uncompiled blocks: feed-forward layers and rotations get faster forwards, which the other steps wrap.
         tensor parallelism: matrices become DTensors, so all later steps see shards.
         expert parallelism: likewise, on the axis of the experts.
         adapters: they are sharded like the matrices that they belong to.
@@ -71,9 +72,7 @@ def parallelize(
     tp, cp = meshes.model["tp"], meshes.data["cp"]
     overlapped = parallel.async_tensor_parallel and tp.size() > 1
     configure_compiler(checkpointing, tp.get_group() if overlapped else None)
-    gathers = cp.size() > 1 or (tp.size() > 1 and parallel.sequence_parallel)
     sharded = shards_parameters(meshes.dims, plan, parallel)
-    is_one_graph = experts_are_one_graph(meshes.dims, plan, parallel)
     offloader = InputOffloader(torch.device(meshes.model.device_type))
     model_parts = {}
     for stage in stages:
@@ -81,16 +80,12 @@ def parallelize(
             model = make_model()
         prune_to_stage(model, plan, stage)
         blocks = dict(model.get_submodule(plan.blocks_path).named_children())
-        sparse = {name for name, block in blocks.items() if _has_experts(block)}
-        broken = set() if is_one_graph else sparse
-        policies = {
-            name: recompute_policy(int(name), checkpointing, gathers, compiled and name not in broken)
-            for name in blocks
-        }
-        recompute_gathers = {name for name, policy in policies.items() if policy == "gathers"}
-        if not compiled:
-            apply_gated_products(model)
-            apply_complex_rotation(model)
+        forms = block_forms(blocks, meshes.dims, plan, parallel, checkpointing, compiled)
+        recompute_gathers = {name for name, form in forms.items() if form.recomputes == "gathers"}
+        for name, block in blocks.items():
+            if not forms[name].compiled:
+                apply_gated_products(block)
+                apply_complex_rotation(block)
         if tp.size() > 1:
             apply_tensor(model, plan, tp, parallel.sequence_parallel, recompute_gathers)
         if meshes.experts is not None:
@@ -98,22 +93,49 @@ def parallelize(
         adapt(model)
         apply_attention(model, plan, cp, seq_len, document_mask, DTYPES[dtype], attention_backend, recompute_gathers)
         for name, block in blocks.items():
-            whole = name not in broken
-            # torch would run a checkpoint around a break eagerly, with a policy that is meant for the compiler.
-            compiles = compiled and (whole or policies[name] in ("nothing", "all"))
-            outside = tp.size() > 1 or not whole or (name in sparse and torch.__version__ < (2, 13))
+            form = forms[name]
+            outside = tp.size() > 1 or not form.is_one_graph or (_has_experts(block) and torch.__version__ < (2, 13))
             is_trained = any(p.requires_grad for p in block.parameters())
             block.forward = block_forward(
-                block.forward, policies[name], checkpointing, compiles, outside, whole, is_trained
+                block.forward, form.recomputes, checkpointing, form.compiled, outside, form.is_one_graph, is_trained
             )
         if checkpointing.offload_inputs:
-            offloader.apply([block for name, block in blocks.items() if policies[name] == "all"])
+            offloader.apply([block for name, block in blocks.items() if forms[name].recomputes == "all"])
         if sharded:
             apply_fsdp(model, plan, meshes, parallel, dtype)
         else:
             cast_parameters(model, plan, DTYPES[dtype])
         model_parts[stage] = model
     return model_parts
+
+
+class BlockForm(NamedTuple):
+    """How a block is recomputed and compiled."""
+
+    recomputes: RecomputePolicy
+    compiled: bool
+    is_one_graph: bool
+    """Whether nothing in the block would break its graph."""
+
+
+def block_forms(
+    blocks: Mapping[str, nn.Module],
+    dims: ParallelDims,
+    plan: ParallelPlan,
+    parallel: ParallelConfig,
+    checkpointing: ActivationCheckpointConfig,
+    compiled: bool,
+) -> dict[str, BlockForm]:
+    """Return name of a block -> its form. blocks: by name, not parallelized. See parallelize for the other arguments."""
+    gathers = dims.cp > 1 or (dims.tp > 1 and parallel.sequence_parallel)
+    forms = {}
+    for name, block in blocks.items():
+        is_one_graph = not _has_experts(block) or experts_are_one_graph(dims, plan, parallel)
+        recomputes = recompute_policy(int(name), checkpointing, gathers, compiled and is_one_graph)
+        # torch would run a checkpoint around a break eagerly, with a policy that is meant for the compiler.
+        compiles = compiled and (is_one_graph or recomputes in ("nothing", "all"))
+        forms[name] = BlockForm(recomputes, compiles, is_one_graph)
+    return forms
 
 
 def _has_experts(block: nn.Module) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from models.moe import Experts
+from models.moe import is_stack
 from models.sizes import MixtureSizes, PartlySparseSizes
 from models.spec import meta_model
 from trainer.config import Config, ConfigError
@@ -209,10 +209,7 @@ def _likely_memory(candidate: Candidate, block_bytes: float) -> float:
 
 def _num_trained_of_experts(resolved: ResolvedRun) -> int:
     model = meta_model(resolved.spec.model, resolved.sizes)
-    experts = (name for name, module in model.named_modules() if isinstance(module, Experts))
-    own = (f"{name}.{leaf}" for name in experts for leaf, _ in model.get_submodule(name).named_parameters())
-    adapters = sum(map(math.prod, resolved.trained.of_experts.values()))
-    return adapters + sum(model.get_parameter(name).numel() for name in own if name in resolved.trained.fully)
+    return sum(p.numel() for name, p in resolved.trained.tensors(model).items() if is_stack(model, name))
 
 
 def _likely_speed(candidate: Candidate, cost: _BlockCost, hardware: Hardware) -> float:

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from models.moe import Experts
+from models.moe import is_stack
 from trainer.config import CheckpointConfig, Config, ConfigError
 from trainer.config.model_source import list_checkpoints
 from trainer.parallel.parallelize import shards_parameters
@@ -67,10 +67,9 @@ def check_memory(config: Config, resolved: ResolvedRun, model_parts: Iterable[nn
     """Raise ConfigError on all ranks if a rank has too little memory. model_parts: this rank's stages, on the meta device."""
     counts, experts = Counter[bool](), 0
     for part in model_parts:
-        of_experts = {p for module in part.modules() if isinstance(module, Experts) for p in module.parameters()}
-        for p in part.parameters():
+        for name, p in part.named_parameters():
             counts[p.requires_grad] += to_local(p).numel()
-            experts += to_local(p).numel() * (p.requires_grad and p in of_experts)
+            experts += to_local(p).numel() * (p.requires_grad and is_stack(part, name))
     on_device, on_host = minimum_memory(config, resolved, counts[True], counts[False], experts)
     if device.type == "cpu":
         on_device, on_host = 0, on_device + on_host

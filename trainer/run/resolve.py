@@ -134,7 +134,7 @@ def resolve(config: Config, world_size: int) -> ResolvedRun:
         state_bytes=state_bytes / num_trained,
         fp32_moments=fp32_moments,
         flops_per_token=trained.flops_per_token(model, training.seq_len),
-        fingerprint=_fingerprint(config) | {FAMILY: family} | dimensions | _adapters_of_experts(trained),
+        fingerprint=_fingerprint(config) | {FAMILY: family} | dimensions | _adapters_of_experts(trained, model),
         shared=_values(config, lambda setting: not setting.constraint.per_node)
         | {"compile.enabled": compiled, "model.type": spec.huggingface.model_type, **dimensions},
     )
@@ -210,9 +210,9 @@ def _for_seq_len(sizes: Any, seq_len: int, overrides: Collection[str]) -> Any:
     return resulting
 
 
-def _adapters_of_experts(trained: TrainedParameters) -> dict[str, int]:
+def _adapters_of_experts(trained: TrainedParameters, model: Model) -> dict[str, int]:
     """Return an entry of the fingerprint if experts have adapters. In older checkpoints, the targets "*" were linear modules."""
-    num_stacks = len(trained.of_experts)
+    num_stacks = len(trained.of_experts(model))
     return {"number of adapters of experts": num_stacks // 2} if num_stacks else {}
 
 

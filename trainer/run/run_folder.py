@@ -13,7 +13,8 @@ from typing import Any, TextIO
 import torch
 import torch.distributed as dist
 
-from trainer.adapters.select import SCALE_SETTINGS, excessive_rank, expert_adapters
+from models.spec import meta_model
+from trainer.adapters.select import SCALE_SETTINGS, excessive_rank, expert_adapters, unaligned_rank
 from trainer.checkpoint import resume
 from trainer.checkpoint.export import export_run
 from trainer.checkpoint.huggingface import window_and_generation
@@ -23,7 +24,7 @@ from trainer.config import Config, ConfigError, errors_about
 from trainer.config.model_source import resolve_checkpoint
 from trainer.config.render import to_toml
 from trainer.data.build import Datasets
-from trainer.parallel.parallelize import experts_are_one_graph
+from trainer.parallel.parallelize import block_forms
 from trainer.run.resolve import ResolvedRun
 from trainer.run.text_format import TextFormat
 from trainer.runtime import device as devices
@@ -260,12 +261,10 @@ def log_summary(
 ) -> None:
     """Log the model and the device of the run. attention: name of the attention kernel."""
     dims, training = resolved.dims, config.training
-    has_breaks = resolved.plan.has_experts and not experts_are_one_graph(dims, resolved.plan, config.parallel)
-    compiled = f", compiled{' except around experts' * has_breaks}," if resolved.compiled else ""
     trained = "all" if resolved.num_trained == resolved.num_parameters else f"{resolved.num_trained:,}"
     console.info(
         f"{config.run.name}: {resolved.model_name}, {resolved.num_parameters:,} parameters, {trained} trained, computing in "
-        f"{training.compute_dtype}{compiled} on {dims.world_size} x {devices.name(device)} "
+        f"{training.compute_dtype}{compiled_blocks(config, resolved)} on {dims.world_size} x {devices.name(device)} "
         f"({dims}), {'bitwise deterministic' if deterministic else 'deterministic up to rounding'}, "
         f"attention: {attention}"
     )
@@ -277,12 +276,37 @@ def log_summary(
         console.warning(line)
 
 
+def compiled_blocks(config: Config, resolved: ResolvedRun) -> str:
+    """Return the part of a line that says which blocks are compiled, or "" if none should be."""
+    if not resolved.compiled:
+        return ""
+    blocks = dict(
+        meta_model(resolved.spec.model, resolved.sizes).get_submodule(resolved.plan.blocks_path).named_children()
+    )
+    forms = block_forms(blocks, resolved.dims, resolved.plan, config.parallel, config.activation_checkpoint, True)
+    whole = sum(form.is_one_graph for form in forms.values())
+    if whole == len(forms):
+        return ", compiled,"
+    compiled = sum(form.compiled for form in forms.values())
+    numbers = {
+        "compiled": whole,
+        "compiled except around experts": compiled - whole,
+        "uncompiled": len(forms) - compiled,
+    }
+    parts = [f"{counted(number, 'block')} {how}" for how, number in numbers.items() if number]
+    return f", {', '.join(parts)},"
+
+
 def adapter_notes(config: Config, resolved: ResolvedRun) -> list[str]:
     """Return lines about adapters that do less, or more, than a user may expect."""
     if config.lora.rank is None:
         return []
-    trained = resolved.trained
-    lines = (excessive_rank(trained, config.lora.rank), expert_adapters(trained, resolved.model_name))
+    trained, model = resolved.trained, meta_model(resolved.spec.model, resolved.sizes)
+    lines = (
+        excessive_rank(trained, config.lora.rank),
+        expert_adapters(trained, model, resolved.model_name),
+        unaligned_rank(trained, model, config.lora.rank, config.training.compute_dtype),
+    )
     return list(filter(None, lines))
 
 

@@ -1,4 +1,4 @@
-"""Phases of a mixture: their text in the settings, and exact weights. This module does not import torch."""
+"""Phases of a mixture of datasets: their text in the settings, and exact weights. This module does not import torch."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
