@@ -140,7 +140,7 @@ class Muon(torch.optim.Optimizer):
     def _move(self, p: Tensor, direction: Tensor, group: dict, skip: Tensor) -> None:
         """Update a shard. direction: orthogonalized."""
         lr, scale = group["lr"], SCALES[self.config.muon_scale](*self.shapes[p])
-        moved = p.float() * (1 - lr * group["weight_decay"]) - lr * scale * direction.float()
+        moved = p.float().mul(1 - lr * group["weight_decay"]).add_(direction, alpha=-lr * scale)
         p.copy_(torch.where(skip, p, moved.to(p.dtype)))
 
 
