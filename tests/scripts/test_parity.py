@@ -76,6 +76,10 @@ CONTROLS = {
         ],
         {"gradients averaged", "gradients of replicated norms", "losses averaged", "answers not summed"},
     ),
+    "muon": (
+        ["--optimizer.name", "muon"],
+        {"gradients averaged", "gradients of replicated norms", "shards orthogonalized"},
+    ),
     "experts": (
         ["--model.name", "deepseek-v3", "--experts.balance_loss", "0.1", "--experts.bias_rate", "0.1"],
         {

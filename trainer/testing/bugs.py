@@ -23,6 +23,8 @@ from trainer.config import Config
 from trainer.data.prepare.encode import CHAT_DATASETS
 from trainer.engine import Engine
 from trainer.objective import preference
+from trainer.optim import muon
+from trainer.optim.exchange import Matrix, Sharding
 from trainer.parallel import balance, experts, tensor
 from trainer.parallel.activation_checkpoint import Forward
 from trainer.parallel.attention import Mask
@@ -178,6 +180,16 @@ def _has_corrections(config: Config, resolved: ResolvedRun) -> bool:
     return resolved.plan.has_experts and config.experts.bias_rate > 0
 
 
+def _shards_as_matrices() -> AbstractContextManager:
+    def matrices_of(target: Tensor, sharding: Sharding) -> list[Matrix]:
+        shards = [None] if target.dim() == 2 else range(len(target))
+        rows, columns = target.shape[-2:]
+        held = {sharding.rank: (slice(0, rows), slice(0, columns))} if rows * columns else {}
+        return [Matrix(target, index, (rows, columns), held) for index in shards]
+
+    return patch.object(muon, "matrices_of", matrices_of)
+
+
 BUGS = {
     "gradients averaged instead of summed": Bug(("dp_shard=2", "cp=2"), _averaged),
     "gradients of head norms not summed over tp": Bug(
@@ -277,6 +289,9 @@ BUGS = {
         lambda: _factors_of_experts(lambda stack: stack.detach() + 0 * stack),
         applies=_adapts_experts,
         parameters="experts.",
+    ),
+    "shards orthogonalized instead of matrices": Bug(
+        ("dp_shard=2", "tp=2"), _shards_as_matrices, applies=lambda config, resolved: config.optimizer.name == "muon"
     ),
     "balance loss without a gradient": Bug(("dp_shard=2",), _losses_detached, applies=_has_balance_loss),
     "balance loss not divided by the number of microbatches": Bug(
