@@ -90,7 +90,7 @@ def build_trainer(
         require_same_tokenizer(point, config.tokenizer, text.tokenizer)
 
     timeout = timedelta(seconds=config.distributed.timeout_s)
-    meshes = Meshes(resolved.dims, device, timeout, resolved.plan.has_experts)
+    meshes = Meshes(resolved.dims, device, timeout, resolved.plan.has_experts, resolved.exchanges_matrices)
     backend = CPU_BACKEND if device.type == "cpu" else GPU_BACKEND
     model_parts = build_model_parts(config, resolved, meshes, backend)  # on the meta device: they take no memory yet
     check_memory(config, resolved, model_parts.values(), device)

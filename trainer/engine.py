@@ -138,14 +138,13 @@ class Engine:
         optimizer = config.optimizer
         if optimizer.muon_dtype == "auto":
             optimizer = replace(optimizer, muon_dtype=training.compute_dtype)
-        exchanges = optimizer.name == "muon" and resolved.dims.ranks_per_stage > 1
         self.optimizer = build_optimizer(
             self.parameters,
             optimizer,
             resolved.groups,
             resolved.dims.ranks_per_stage,
             biases,
-            meshes.stage() if exchanges else None,
+            meshes.stage,
         )
         self.guard = StabilityGuard(config.resilience, self.optimizer.device)
         self.phases = PhaseTimer(device)

@@ -96,7 +96,12 @@ class Meshes:
     for the collectives of FSDP over the same ranks."""
 
     def __init__(
-        self, dims: ParallelDims, device: torch.device, timeout: timedelta | None = None, has_experts: bool = False
+        self,
+        dims: ParallelDims,
+        device: torch.device,
+        timeout: timedelta | None = None,
+        has_experts: bool = False,
+        exchanges_matrices: bool = False,
     ):
         """Create the process groups, collectively.
 
@@ -105,6 +110,7 @@ class Meshes:
             device: Of the ranks.
             timeout: Of collectives, not counting time in which the ranks are suspended. None: torch's default.
             has_experts: Whether the model has experts, which have a mesh of their own.
+            exchanges_matrices: Whether the ranks of a pipeline stage exchange matrices (trainer/optim/exchange.py).
         """
         self.dims = dims
         groups: dict[str, ProcessGroup] = {}
@@ -132,18 +138,13 @@ class Meshes:
         """Mesh that assigns samples and their tokens to ranks."""
         self.loss = mesh(pp=dims.pp, loss=dims.batch * dims.cp, tp=dims.tp)
         """Mesh whose axis "loss" contains the ranks that compute the loss of different tokens."""
-        self._timeout = timeout
-        self._stage: ProcessGroup | None = None
-
-    def stage(self) -> ProcessGroup:
-        """Return the group of the ranks of this rank's pipeline stage. The first call creates it, collectively."""
-        if self._stage is None:
-            dims = self.dims
+        self.stage: ProcessGroup | None = None
+        """The ranks of this rank's pipeline stage, if they exchange matrices."""
+        if exchanges_matrices:
             partition = torch.arange(dims.world_size).view(dims.pp, dims.ranks_per_stage).tolist()
-            self._stage = _new_group(partition, "stage", self._timeout)
-            if self._timeout is not None:
-                lift_torch_limit(self._stage)
-        return self._stage
+            self.stage = _new_group(partition, "stage", timeout)
+            if timeout is not None:
+                lift_torch_limit(self.stage)
 
 
 def _new_group(partition: list[list[int]], axis: str, timeout: timedelta | None) -> ProcessGroup:

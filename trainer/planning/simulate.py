@@ -165,7 +165,7 @@ def _simulate(job: tuple[Config, int], world_size: int, on_gpu: bool, imbalance:
     pipelined = resolved.dims.pp > 1
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     with own_groups():
-        meshes = Meshes(resolved.dims, CPU, has_experts=resolved.plan.has_experts)
+        meshes = Meshes(resolved.dims, CPU, None, resolved.plan.has_experts, resolved.exchanges_matrices)
     parts = build_model_parts(config, resolved, meshes, FAKE_GPU_KERNELS if on_gpu else CPU_BACKEND)
     recorder = Recorder(on_gpu)
     with (
@@ -348,3 +348,5 @@ def _groups(meshes: Meshes) -> Iterator[tuple[str, dist.ProcessGroup]]:
     for mesh in filter(None, (meshes.model, meshes.data, meshes.loss, meshes.experts)):
         for axis in mesh.mesh_dim_names or ():
             yield axis, mesh[axis].get_group()
+    if meshes.stage is not None:
+        yield "stage", meshes.stage

@@ -67,6 +67,11 @@ class ResolvedRun:
     shared: dict[str, Any]
     """Setting -> value. The values must be equal on all ranks."""
 
+    @property
+    def exchanges_matrices(self) -> bool:
+        """Whether the ranks of a pipeline stage exchange matrices to update them (trainer/optim/exchange.py)."""
+        return self.dims.ranks_per_stage > 1 and any(group.rule == "muon" for group in self.groups)
+
 
 def resolve(config: Config, world_size: int) -> ResolvedRun:
     """Resolve a configuration. Raises ConfigError if its combination of settings cannot run."""

@@ -6,6 +6,7 @@ from itertools import product
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import (
@@ -46,6 +47,7 @@ def local_region(parameter: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
     return local, tuple(slice(first, first + size) for first, size in zip(offset, local.shape, strict=True))
 
 
+@unset_fake_temporarily()  # torch computes offsets with tensors, whose values the planner's fake tensors would lack
 def regions_of_ranks(parameter: Tensor, ranks: Sequence[int]) -> list[tuple[slice, ...]]:
     """Return the region of each rank's shard in the global tensor, one slice per dim. ranks: those that together hold the
     parameter, all of its mesh."""
