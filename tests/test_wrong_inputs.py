@@ -55,7 +55,7 @@ SETTINGS = {
     "--train_config x.toml": "--config FILE",
     "--dp-size 8": "use '--parallel.dp_shard'",
     "--run.device cuda:0": "write gpu",
-    "--optimizer.name muon": "no other optimizer is supported",
+    "--optimizer.name lion": "no other optimizer is supported",
     "--training.compute_dtype float8": "products of 8 bits are not supported",
     "--lr 1e-4": "did you mean '--optimizer.lr'?",
     # ---------------------------------------------------------------- forms

@@ -52,7 +52,7 @@ def test_each_foreign_value_is_refused_and_its_replacement_is_accepted(key, valu
         "--path x": "--path: unknown setting; did you mean '--tokenizer.path' or '--data.path'?",
         "--fp8": "--fp8: unknown setting; not supported: float8; training.compute_dtype is bf16 or fp32",
         "--optimizer.name adamw_torch": (
-            "--optimizer.name adamw_torch: expected one of adamw; write adamw"  # not only the nearest spelling
+            "--optimizer.name adamw_torch: expected one of adamw, muon; write adamw"  # not only the nearest spelling
         ),
     }.items(),
 )

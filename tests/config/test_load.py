@@ -82,7 +82,7 @@ COMMAND_LINES = {
     "--optimizer.betas 0.9": "--optimizer.betas 0.9: expected a list of 2 numbers",
     "--optimizer.betas 0.9,high": "--optimizer.betas 0.9,high: expected a list of 2 numbers",
     "--optimizer.betas 0.9,1.5": "--optimizer.betas 0.9,1.5: must be at most 0.999999",
-    "--optimizer.name adam": "--optimizer.name adam: expected one of adamw; did you mean 'adamw'?",
+    "--optimizer.name adam": "--optimizer.name adam: expected one of adamw, muon; did you mean 'adamw'?",
     "--training.max_norm 0": "--training.max_norm 0: must be above 0",
     "--training.max_norm off": "--training.max_norm off: expected a number or none; write none",
     "--checkpoint.enabled yes": "--checkpoint.enabled yes: expected true or false; write true",
@@ -397,6 +397,10 @@ ONLY_WITH = {
     **{
         f"samples.{name}": "[samples] prompts"
         for name in ("interval_steps", "max_new_tokens", "temperature", "top_k", "top_p", "seed")
+    },
+    **{
+        f"optimizer.muon_{name}": "[optimizer] name = muon"
+        for name in ("lr", "momentum", "nesterov", "scale", "coefficients", "dtype")
     },
     "profiling.num_steps": "[profiling] first_step",
     "profiling.rank": "[profiling] first_step",

@@ -71,7 +71,7 @@ WRONG = {
     ("*", "lr=0"): "lr=0: expected a number from 1e-06 to 1e+06",
     ("*", "lr=nan"): "lr=nan: expected a number from 1e-06 to 1e+06",
     ("*", "decay=-1"): "decay=-1: expected a number from 0 to 1000",
-    ("*", "optimizer=adam"): "optimizer=adam: expected one of adamw",
+    ("*", "optimizer=adam"): "optimizer=adam: expected one of adamw, muon; did you mean 'adamw'?",
 }
 
 
@@ -90,6 +90,60 @@ def test_a_pattern_that_has_no_effect_is_an_error():
 def test_a_pattern_of_frozen_parameters_is_an_error():
     with pytest.raises(ConfigError, match=r"matches no trained parameter: tok_embeddings.weight is frozen"):
         groups_of({"tok_embeddings.*": "lr=0.3"}, *LORA)
+
+
+MUON = ["--optimizer.name", "muon"]
+INCOMPATIBLE = {
+    "--optimizer.offload state": "muon is incompatible with [optimizer] offload: it needs whole matrices on the device",
+    "--parallel.cpu_offload true": "muon is incompatible with [parallel] cpu_offload: it needs whole matrices on the device",
+    "--optimizer.in_backward true --training.max_norm none --resilience.max_consecutive_skips 1": (
+        "muon is incompatible with [optimizer] in_backward: it exchanges the matrices of all blocks at once"
+    ),
+    "--optimizer.state_dtype 8bit": (
+        "muon is incompatible with [optimizer] state_dtype = 8bit, which quantizes the moments of AdamW"
+    ),
+    "--lora.rank 4 --checkpoint.init_from .": "muon is incompatible with [lora] rank: nobody has shown a gain on adapters",
+}
+
+
+@pytest.mark.parametrize("text", INCOMPATIBLE)
+def test_what_muon_cannot_be_combined_with_is_one_line(text):
+    with pytest.raises(ConfigError) as failure:
+        load_config([*DEBUG, *MUON, *text.split()])
+    assert str(failure.value).endswith(INCOMPATIBLE[text])
+
+
+def rules_of(*argv):
+    groups = resolve(load_config([*DEBUG, *argv]), 1).groups
+    return {name: group.rule for group in groups for name in group.names}
+
+
+def test_muon_updates_the_matrices_of_the_blocks_and_of_experts_only():
+    rules = rules_of(*MUON, "--model.name", "deepseek-v3")
+    muon = {name.partition(".")[2].partition(".")[2] for name, rule in rules.items() if rule == "muon"}
+    attention = {f"attention.{name}.weight" for name in ("wq_a", "wq_b", "wkv_a", "wkv_b", "wo")}
+    assert muon - attention == {
+        f"feed_forward.{part}{name}"
+        for part, suffix in (("", ".weight"), ("shared.", ".weight"), ("experts.", ""))
+        for name in (f"w{i}{suffix}" for i in (1, 2, 3))
+    }
+    assert attention <= muon
+
+
+def test_a_group_may_return_a_matrix_to_adamw_but_not_give_another_parameter_to_muon():
+    assert (
+        rules_of(*MUON, "--optimizer.groups.*.wo.weight", "optimizer=adamw")["layers.0.attention.wo.weight"] == "adamw"
+    )
+    message = "optimizer=muon: tok_embeddings.weight is no matrix of a linear module in the blocks, or of experts"
+    with pytest.raises(ConfigError, match=message):
+        rules_of(*MUON, "--optimizer.groups.tok_embeddings.*", "optimizer=muon")
+    with pytest.raises(ConfigError, match=r"optimizer=muon: needs .optimizer. name = muon"):
+        rules_of("--optimizer.groups.layers.*", "optimizer=muon")
+
+
+def test_muon_has_a_rate_of_its_own():
+    groups = resolve(load_config([*DEBUG, *MUON, "--optimizer.lr", "0.001", "--optimizer.muon_lr", "0.02"]), 1).groups
+    assert {group.rule: group.lr for group in groups} == {"adamw": 1.0, "muon": pytest.approx(20.0)}
 
 
 PLACEMENTS = [

@@ -127,7 +127,9 @@ FOREIGN: Mapping[str, Foreign] = {
     "clip_grad": Foreign("M", "training.max_norm"),
     "clip_grad_norm": Foreign("t", "training.max_norm"),
     "gradient_clipping": Foreign("", "training.max_norm"),
-    "optim": Foreign("H", "optimizer.name", "adamw or muon; optimizer.state_dtype = 8bit keeps the moments of adamw in 8 bits"),
+    "optim": Foreign(
+        "H", "optimizer.name", "adamw or muon; optimizer.state_dtype = 8bit keeps the moments of adamw in 8 bits"
+    ),
     "beta1": Foreign("T", "optimizer.betas", "both decay rates, such as 0.9,0.95"),
     "beta2": Foreign("T", "optimizer.betas", "both decay rates, such as 0.9,0.95"),
     "adam_beta1": Foreign("HaM", "optimizer.betas", "both decay rates, such as 0.9,0.95"),
@@ -369,7 +371,8 @@ VALUES: Mapping[str, Mapping[str, str]] = {
             "write adamw, with [optimizer] state_dtype = 8bit",
         ),
         **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "fusedadam", "torch.optim.adamw"), "write adamw"),
-        **dict.fromkeys(("muon", "lion", "sgd", "adafactor", "sophia"), "no other optimizer is supported"),
+        **dict.fromkeys(("torch.optim.muon", "dist_muon", "normuon", "dion"), "write muon"),
+        **dict.fromkeys(("lion", "sgd", "adafactor", "sophia"), "no other optimizer is supported"),
     },
     "lr_schedule.name": {
         "wsd": "write warmup_stable_decay",
