@@ -118,7 +118,7 @@ def steps_of_experts():
 
 def steps_of_adapters():
     lora = LoraConfig(rank=4)
-    return step_of_experts("none", False, lora), [step_of_experts("selective", True, lora)]
+    return step_of_experts("none", False, lora), [step_of_experts(mode, True, lora) for mode in MODES]
 
 
 @pytest.mark.parametrize("steps", [steps_of_experts, steps_of_adapters])

@@ -191,8 +191,8 @@ LINES = {
         )
     },
     ("--reference", "transformers", "--model.name", "olmoe", "--experts.balance_loss", "0.1"): (
-        "--reference transformers: its losses of routers are others; set [experts] balance_loss and z_loss to 0, or compare with "
-        "one rank"
+        "--experts.balance_loss 0.1: must be 0 with --reference transformers: transformers defines the losses of routers "
+        "otherwise"
     ),
     ("--steps", "3", "--reference", "transformers"): (
         "--steps 3 has no effect: --reference transformers compares the first step"

@@ -5,6 +5,7 @@ samples of a batch. Only the numbers of assignments are summed over ranks: they 
 over tokens. Each layer attaches its losses where they arise, because a pipeline stage passes only the hidden state to the next.
 """
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -136,7 +137,9 @@ class Load:
         self.layers: dict[int, MixtureOfExperts] = {}
         """Index of a layer of this rank -> its mixture of experts."""
         for name, block in (named for container in blocks for named in container.named_children()):
-            self.layers |= {int(name): module for module in block.modules() if isinstance(module, MixtureOfExperts)}
+            mixtures = [module for module in block.modules() if isinstance(module, MixtureOfExperts)]
+            assert len(mixtures) <= 1, f"block {name} has several mixtures of experts, whose loads would be one"
+            self.layers |= {int(name): mixture for mixture in mixtures}
         self.shape, self.device = (len(layers), sizes.n_experts), device
         self.counts = torch.zeros(self.shape, dtype=torch.float64, device=device)
         """Number of valid tokens sent to each expert in the last step, over all ranks, (layers, experts). Exact in fp64."""
@@ -159,7 +162,7 @@ class Load:
         self.counts = counts
         shares = counts / counts.sum(1, keepdim=True).clamp(min=1)  # (layers, experts)
         violation = shares.amax(1) * self.shape[1] - 1
-        entropy = -torch.special.xlogy(shares, shares).sum(1) / torch.tensor(max(2, self.shape[1])).log()
+        entropy = -torch.special.xlogy(shares, shares).sum(1) / math.log(max(2, self.shape[1]))
         return {
             "balance_loss": losses[0],
             "router_z_loss": losses[1],

@@ -94,10 +94,15 @@ def parallelize(
         apply_attention(model, plan, cp, seq_len, document_mask, DTYPES[dtype], attention_backend, recompute_gathers)
         for name, block in blocks.items():
             form = forms[name]
-            outside = tp.size() > 1 or not form.is_one_graph or (_has_experts(block) and torch.__version__ < (2, 13))
             is_trained = any(p.requires_grad for p in block.parameters())
             block.forward = block_forward(
-                block.forward, form.recomputes, checkpointing, form.compiled, outside, form.is_one_graph, is_trained
+                block.forward,
+                form.recomputes,
+                checkpointing,
+                form.compiled,
+                form.checkpoint_outside,
+                form.is_one_graph,
+                is_trained,
             )
         if checkpointing.offload_inputs:
             offloader.apply([block for name, block in blocks.items() if forms[name].recomputes == "all"])
@@ -113,9 +118,13 @@ class BlockForm(NamedTuple):
     """How a block is recomputed and compiled."""
 
     recomputes: RecomputePolicy
+    """What backward computes again."""
     compiled: bool
+    """Whether the block is compiled: as a whole, or in parts around the breaks of its graph."""
     is_one_graph: bool
     """Whether nothing in the block would break its graph."""
+    checkpoint_outside: bool
+    """Whether the checkpoint wraps the compiled block, instead of being a part of its graph."""
 
 
 def block_forms(
@@ -126,20 +135,29 @@ def block_forms(
     checkpointing: ActivationCheckpointConfig,
     compiled: bool,
 ) -> dict[str, BlockForm]:
-    """Return name of a block -> its form. blocks: by name, not parallelized. See parallelize for the other arguments."""
+    """Return name of a block -> its form.
+
+    Args:
+        blocks: By name, not parallelized.
+        dims: See parallelize, also for the other arguments.
+        plan: Of the model.
+        parallel: Degrees and schedules.
+        checkpointing: What blocks recompute.
+        compiled: Whether to compile blocks.
+    """
+    experts_fit = experts_are_one_graph(dims, plan, parallel)
     gathers = dims.cp > 1 or (dims.tp > 1 and parallel.sequence_parallel)
     forms = {}
     for name, block in blocks.items():
-        is_one_graph = not _has_experts(block) or experts_are_one_graph(dims, plan, parallel)
+        has_experts = any(isinstance(module, MixtureOfExperts) for module in block.modules())
+        is_one_graph = experts_fit or not has_experts
         recomputes = recompute_policy(int(name), checkpointing, gathers, compiled and is_one_graph)
         # torch would run a checkpoint around a break eagerly, with a policy that is meant for the compiler.
         compiles = compiled and (is_one_graph or recomputes in ("nothing", "all"))
-        forms[name] = BlockForm(recomputes, compiles, is_one_graph)
+        # Before torch 2.13, a checkpoint in the graph saved the result of the experts too.
+        outside = dims.tp > 1 or not is_one_graph or (has_experts and torch.__version__ < (2, 13))
+        forms[name] = BlockForm(recomputes, compiles, is_one_graph, outside)
     return forms
-
-
-def _has_experts(block: nn.Module) -> bool:
-    return any(isinstance(module, MixtureOfExperts) for module in block.modules())
 
 
 def experts_are_one_graph(dims: ParallelDims, plan: ParallelPlan, parallel: ParallelConfig) -> bool:

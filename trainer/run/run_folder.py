@@ -283,7 +283,9 @@ def compiled_blocks(config: Config, resolved: ResolvedRun) -> str:
     blocks = dict(
         meta_model(resolved.spec.model, resolved.sizes).get_submodule(resolved.plan.blocks_path).named_children()
     )
-    forms = block_forms(blocks, resolved.dims, resolved.plan, config.parallel, config.activation_checkpoint, True)
+    forms = block_forms(
+        blocks, resolved.dims, resolved.plan, config.parallel, config.activation_checkpoint, resolved.compiled
+    )
     whole = sum(form.is_one_graph for form in forms.values())
     if whole == len(forms):
         return ", compiled,"

@@ -202,8 +202,11 @@ class Runs:
             message = "has no adapters and no preference losses; remove [lora] rank and [preference] loss"
             raise ConfigError("", f"--reference transformers: {message}, or compare with one rank")
         if with_transformers and (config.experts.balance_loss or config.experts.z_loss):
-            message = "its losses of routers are others; set [experts] balance_loss and z_loss to 0"
-            raise ConfigError("", f"--reference transformers: {message}, or compare with one rank")
+            message = "transformers defines the losses of routers otherwise"
+            key = "experts.balance_loss" if config.experts.balance_loss else "experts.z_loss"
+            raise ConfigError(
+                "", config.explain(ConfigError(key, f"must be 0 with --reference transformers: {message}"))
+            )
         defaults = {
             key: toml_value(setting.default).strip('"')
             for key, setting in settings().items()

@@ -12,7 +12,7 @@ def randomize(model: nn.Module) -> None:
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1:
                 parameter.normal_(0, parameter.shape[-1] ** -0.5, generator=draw)
-            elif "norm" in name:
+            elif "norm" in name:  # in this project and in transformers, whose classes of norms have no common base
                 parameter.add_(torch.randn(parameter.shape, generator=draw), alpha=0.2)
             else:
                 parameter.normal_(0, 0.2, generator=draw)
