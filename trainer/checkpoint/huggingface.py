@@ -192,8 +192,7 @@ class HfModelFolder:
             stored = {name: tensor for name, tensor in stored.items() if name not in parts}
             stored |= {name: stack.decoded for name, stack in packed.items()}
             keys = _text_names(stored)
-            skipped = model.spec.huggingface.ignored(model.config, model.sizes)
-            ignored = [module for module in skipped if any(key.startswith(f"{module}.") for key in keys)]
+            ignored = [module for module in model.skipped if any(key.startswith(f"{module}.") for key in keys)]
             prefixes = tuple(f"{module}." for module in ignored)
             keys = {name: key for name, key in keys.items() if not name.startswith(prefixes)}
             index = _weight_index(folder, model.spec, model.sizes, keys, stored)
@@ -300,6 +299,8 @@ class _DescribedModel:
     sizes: Any
     seq_len: int
     """Context window."""
+    skipped: Collection[str]
+    """Modules in the files that are not part of the model."""
 
 
 def _read_config(file: Path, expected: ModelSpec | None = None) -> _DescribedModel:
@@ -313,8 +314,9 @@ def _read_config(file: Path, expected: ModelSpec | None = None) -> _DescribedMod
             only = f"this model supports only {text_of(next(iter(types)))}"
             supported = only if expected else f"expected one of {', '.join(types)}"
             raise ValueError(f"model_type {text_of(model_type)}: {supported}")
-        spec = types[model_type]
-        return _DescribedModel(config, spec, spec.huggingface.sizes(config), spec.huggingface.seq_len(config))
+        spec, hf = types[model_type], types[model_type].huggingface
+        sizes = hf.sizes(config)
+        return _DescribedModel(config, spec, sizes, hf.seq_len(config), hf.skipped(config, sizes))
     except ValueError as error:
         raise ConfigError("", f"{file}: {error}") from None
 
