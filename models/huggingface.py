@@ -281,6 +281,7 @@ class HuggingFace:
             sizes = self.sizes_type(**{name: value for name, value in values.items() if name in names})
         except SizeError as error:
             raise ValueError(_renamed(str(error), FIELDS | ROPE_FIELDS | self.size_keys)) from None
+        # None: a family with another key of this size, of which `read` compares head_dim.
         if config.get("head_dim") not in (None, sizes.head_dim):
             message = f"must be hidden_size / num_attention_heads = {sizes.head_dim}"
             raise ValueError(f"head_dim {text_of(config['head_dim'])}: {message}")

@@ -160,7 +160,12 @@ REFUSED = [
     ),
     (
         *("olmo3", "rope_parameters", {"full_attention": {"rope_theta": 1e6}}),
-        "rope_theta 1000000.0: must be equal in full_attention and sliding_attention",
+        "rope_theta 1000000.0: transformers gives layers with a window 500000.0, and this model supports only one rope_theta for "
+        "all layers",
+    ),
+    (
+        *("olmo3", "rope_parameters", {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}),
+        "rope_theta 1000000.0: sliding_attention has 10000.0, and this model supports only one rope_theta for all layers",
     ),
     ("deepseek-v3", "topk_method", "greedy", 'topk_method "greedy": this model supports only "noaux_tc"'),
     ("deepseek-v3", "first_k_dense_replace", -1, "first_k_dense_replace -1 must be an integer from 0"),
@@ -221,6 +226,11 @@ def test_an_unsupported_configuration_is_refused_with_the_field_at_fault(family,
     [
         ("olmoe", "num_experts", "num_local_experts", "x", 'num_local_experts "x" must be an integer from 1 to 2**24'),
         ("olmoe", "num_experts", "num_local_experts", 1, "num_experts_per_tok 2 must be at most num_local_experts 1"),
+        (
+            *("olmo3", "rope_parameters", "rope_theta", 1e6),  # a file of transformers 4
+            "rope_theta 1000000.0: transformers gives layers with a window 500000.0, and this model supports only one rope_theta "
+            "for all layers",
+        ),
         (
             "deepseek-v3",
             "num_nextn_predict_layers",
