@@ -29,7 +29,6 @@ from models.rope import Rope
 from models.sizes import DEBUG_DERIVED, DEBUG_EXPERTS, DecoderSizes, MixedSizes, MixtureSizes, SizeError, text_of
 from models.spec import LayerKind, ModelSpec
 
-
 _THETA = 500_000.0
 """Default of rope_theta, also of transformers."""
 
