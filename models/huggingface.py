@@ -287,6 +287,11 @@ class HuggingFace:
             raise ValueError(f"head_dim {text_of(config['head_dim'])}: {message}")
         return sizes
 
+    def key_of(self, size: str, config: Config) -> str:
+        """Return the key of a size in a config.json, which may be one of `aliases`."""
+        key = self._key(size)
+        return next((a for a, k in self.aliases.items() if k == key and config.get(a) is not None), key)
+
     def seq_len(self, config: Config) -> int:
         """Return the context window of the model that a config.json describes. Raises SizeError."""
         key = "max_position_embeddings"

@@ -253,8 +253,15 @@ ROUTER, EXPERT = "model.layers.1.mlp.gate.weight", "model.layers.1.mlp.experts.3
 @pytest.mark.parametrize(
     ("tensors", "config", "problem"),
     [
-        ({}, {"num_experts": 5}, "model.layers.0.mlp.gate.weight has shape [4, 40], expected [5, 40]; "),
-        ({}, {"num_experts": 3}, "model.layers.0.mlp.experts.3.down_proj.weight is not a parameter of this model; "),
+        ({}, {"num_experts": 5}, "config.json has num_experts 5, but the files have 4 experts in each layer"),
+        (
+            *({}, {"num_experts": None, "num_local_experts": 3}),
+            "config.json has num_local_experts 3, but the files have 4 experts in each layer",
+        ),
+        (
+            *({}, {"num_experts": None}),
+            "config.json has no num_experts, whose default is 64, but the files have 4 experts in each layer",
+        ),
         ({EXPERT: None}, {}, f"{EXPERT} is missing"),
         ({EXPERT: torch.ones(5, 7)}, {}, f"{EXPERT} has shape [5, 7], expected [56, 40]"),
         ({ROUTER: torch.ones(3, 7)}, {}, f"{ROUTER} has shape [3, 7], expected [4, 40]"),

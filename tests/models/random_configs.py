@@ -29,8 +29,8 @@ FAMILIES = ("mixtral", "olmoe", "qwen3-moe", "deepseek-v3", "gpt-oss")
 def configurations(
     family: str, left_out: Counter[str] | None = None
 ) -> Iterator[tuple[dict[str, Any], transformers.PreTrainedModel]]:
-    """Yield contents of config.json, in a fixed order, and transformers' models. Those that transformers cannot compute, and those
-    with a tie of a router's scores, are left out. Raises RuntimeError if transformers computes none of many in a row.
+    """Yield contents of config.json, in a fixed order, and transformers' models. Those that transformers cannot compute, and
+    those with a tie of a router's scores, are left out. Raises RuntimeError if transformers computes none of many in a row.
 
     Args:
         family: One of FAMILIES.
