@@ -146,8 +146,8 @@ def _read(config: Config) -> Config:
     if dense >= layers:
         message = f"first_k_dense_replace {dense} must be below num_hidden_layers {layers}"
         raise ValueError(f"{message}: without experts it is a dense model")
-    sparse = [i >= dense for i in range(layers)]
-    if config.get("head_dim") not in (None, rotated := config["qk_rope_head_dim"]):
+    sparse, rotated = [i >= dense for i in range(layers)], config["qk_rope_head_dim"]
+    if config.get("head_dim") not in (None, rotated):
         raise ValueError(f"head_dim {text_of(config['head_dim'])} must be qk_rope_head_dim {text_of(rotated)}")
     return {**config, "sparse_layers": sparse}
 
@@ -158,7 +158,7 @@ def _write(sizes: DeepSeekSizes) -> dict[str, Any]:
 
 def _ignored(config: Config, sizes: DeepSeekSizes) -> tuple[str, ...]:
     """Return the modules for multi-token prediction, which follow the layers."""
-    count = _count(config, "num_nextn_predict_layers", first(config.get("num_mtp_layers"), 1))
+    count = _count(config, "num_nextn_predict_layers", 1)
     return tuple(f"model.layers.{sizes.n_layers + i}" for i in range(count))
 
 

@@ -2,7 +2,8 @@
 
 import re
 import types
-from collections.abc import Callable, Collection, Container, Iterable, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import MISSING, Field, dataclass, field, fields
 from itertools import accumulate
 from typing import Any, get_args
@@ -249,9 +250,18 @@ class HuggingFace:
         for key, value in self.fixed.items():
             if config.get(key, value) != value:
                 raise ValueError(f"{key} {text_of(config[key])}: this model supports only {text_of(value)}")
-        if config.get("per_layer_config"):
-            raise ValueError("per_layer_config: all layers of this model have the same sizes")
-        config = self._with_own_keys(config)
+        if per_layer := config.get("per_layer_config"):
+            raise ValueError(f"per_layer_config {text_of(per_layer)}: this model supports no sizes of single layers")
+        with self._own_keys(config) as own_config:
+            return self._sizes(own_config)
+
+    def skipped(self, config: Config, sizes: Any) -> Collection[str]:
+        """Return the modules in Hugging Face's format that are not read, see `ignored`. Raises ValueError."""
+        with self._own_keys(config) as own_config:
+            return self.ignored(own_config, sizes)
+
+    def _sizes(self, config: Config) -> Any:
+        """Return the sizes. config: with the family's own keys."""
         defaults = _DEFAULTS | self.defaults
         nullable = {self._key(f.name) for f in fields(self.sizes_type) if types.NoneType in get_args(f.type)}
         nullable |= {"num_key_value_heads"}  # null: as many as heads
@@ -270,12 +280,17 @@ class HuggingFace:
         try:
             sizes = self.sizes_type(**{name: value for name, value in values.items() if name in names})
         except SizeError as error:
-            keys = FIELDS | ROPE_FIELDS | self.size_keys
-            raise ValueError(re.sub(r"\w+", lambda word: keys.get(word[0], word[0]), str(error))) from None
+            raise ValueError(_renamed(str(error), FIELDS | ROPE_FIELDS | self.size_keys)) from None
+        # None: a family with another key of this size, of which `read` compares head_dim.
         if config.get("head_dim") not in (None, sizes.head_dim):
             message = f"must be hidden_size / num_attention_heads = {sizes.head_dim}"
             raise ValueError(f"head_dim {text_of(config['head_dim'])}: {message}")
         return sizes
+
+    def key_of(self, size: str, config: Config) -> str:
+        """Return the key of a size in a config.json, which may be one of `aliases`."""
+        key = self._key(size)
+        return next((a for a, k in self.aliases.items() if k == key and config.get(a) is not None), key)
 
     def seq_len(self, config: Config) -> int:
         """Return the context window of the model that a config.json describes. Raises SizeError."""
@@ -302,17 +317,23 @@ class HuggingFace:
         """Return the key of a size in config.json, or its name if it is omitted there."""
         return size if size in self.omitted else self.size_keys.get(size, FIELDS.get(size, size))
 
-    def _with_own_keys(self, config: Config) -> Config:
-        """Return the configuration with `aliases` replaced. Raises ValueError."""
+    @contextmanager
+    def _own_keys(self, config: Config) -> Iterator[Config]:
+        """Context manager with the configuration in which `aliases` are replaced. Errors have the names that the file has."""
+        given = {}
         for alias, key in self.aliases.items():
             if (value := config.get(alias)) is None:
                 continue
-            if first(config.get(key), value) != value:
-                raise ValueError(
-                    f"{alias} {text_of(value)} must be {key} {text_of(config[key])}: it is the same setting"
-                )
+            if config.get(key) is None:
+                given[key] = alias
+            elif config[key] != value:
+                values = f"{key} {text_of(config[key])} and {alias} {text_of(value)}"
+                raise ValueError(f"{values} must be equal: they are the same setting")
             config = {**config, key: value}
-        return config
+        try:
+            yield config
+        except ValueError as error:
+            raise ValueError(_renamed(str(error), given)) from None
 
     def _check(self, config: Config, sizes: Iterable[Field]) -> None:
         """Raise ValueError if a size has a wrong type, or is missing although it is neither derived nor has a default."""
@@ -321,6 +342,11 @@ class HuggingFace:
                 require(self._key(f.name), config[self._key(f.name)], f.type)
             elif f.default is MISSING and f.name not in ("n_kv_heads", "head_dim"):
                 raise ValueError(f"{self._key(f.name)} is missing")
+
+
+def _renamed(message: str, names: Mapping[str, str]) -> str:
+    """Return the message with some words replaced."""
+    return re.sub(r"\w+", lambda word: names.get(word[0], word[0]), message)
 
 
 def _split(parameter: str) -> tuple[str, str, str]:
@@ -408,14 +434,19 @@ def split_rope(config: Config) -> tuple[Config, Config]:
 
 
 def sliding_theta(sliding: Config, default: Any) -> Any:
-    """Return the rope_theta of layers with a window. Raises ValueError if the context window of these layers is extended.
+    """Return the rope_theta of layers with a window. Raises ValueError if the context window of these layers is extended, or if
+    only a part of each head is rotated.
 
     Args:
         sliding: Describes their positional encoding, see split_rope.
         default: For files that do not describe it.
     """
-    if first(sliding.get("rope_type"), "default") != "default":
-        raise ValueError(f"sliding_attention {text_of(sliding)}: this model supports only the rope_type default")
+    supported = {"rope_type": "default", "partial_rotary_factor": 1.0}
+    given = {**sliding, "rope_type": first(sliding.get("rope_type"), sliding.get("type"), "default")}
+    for key, value in supported.items():
+        if first(given.get(key), value) != value:
+            message = f"this model supports only the {key} {value} in layers with a window"
+            raise ValueError(f"sliding_attention {text_of(sliding)}: {message}")
     return first(sliding.get("rope_theta"), default)
 
 

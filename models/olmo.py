@@ -29,11 +29,14 @@ from models.rope import Rope
 from models.sizes import DEBUG_DERIVED, DEBUG_EXPERTS, DecoderSizes, MixedSizes, MixtureSizes, SizeError, text_of
 from models.spec import LayerKind, ModelSpec
 
+_THETA = 500_000.0
+"""Default of rope_theta, also of transformers."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Olmo2Sizes(DecoderSizes):
     norm_eps: float = 1e-6
-    rope_theta: float = 500_000.0
+    rope_theta: float = _THETA
     attention_bias: bool = False
 
 
@@ -98,8 +101,15 @@ OLMO2 = ModelSpec(
 def _read(config: Config) -> Config:
     config, sliding = split_rope(config)
     full = first(rope_object(config).get("rope_theta"), config["rope_theta"])
-    if sliding_theta(sliding, 500_000.0) != full:  # the default of transformers 5
-        raise ValueError(f"rope_theta {text_of(full)}: must be equal in full_attention and sliding_attention")
+    windowed = sliding_theta(sliding, _THETA)
+    if windowed != full:
+        given = (
+            "sliding_attention has"
+            if sliding.get("rope_theta") is not None
+            else "transformers gives layers with a window"
+        )
+        message = f"{given} {text_of(windowed)}, and this model supports only one rope_theta for all layers"
+        raise ValueError(f"rope_theta {text_of(full)}: {message}")
     return with_layer_types(config, lambda i: (i + 1) % 4 != 0)
 
 
@@ -118,7 +128,7 @@ OLMO3 = ModelSpec(
         model_type="olmo3",
         architecture="Olmo3ForCausalLM",
         sizes_type=Olmo3Sizes,
-        defaults={"rms_norm_eps": 1e-5, "rope_theta": 500_000.0, "sliding_window": 4096},
+        defaults={"rms_norm_eps": 1e-5, "rope_theta": _THETA, "sliding_window": 4096},
         read=_read,
         write=lambda sizes: write_windows(sizes) | write_rope_by_type(sizes, sizes.rope_theta),
     ),

@@ -116,8 +116,23 @@ REFUSED = [
         "first_k_dense_replace 4 must be below num_hidden_layers 4: without experts it is a dense model",
     ),
     ("deepseek-v3", "head_dim", 4, "head_dim 4 must be qk_rope_head_dim 8"),
-    ("deepseek-v3", "num_local_experts", 4, "num_local_experts 4 must be n_routed_experts 8: it is the same setting"),
-    ("mixtral", "num_experts", 8, "num_experts 8 must be num_local_experts 4: it is the same setting"),
+    (
+        *("deepseek-v3", "num_local_experts", 4),
+        "n_routed_experts 8 and num_local_experts 4 must be equal: they are the same setting",
+    ),
+    ("mixtral", "num_experts", "x", 'num_local_experts 4 and num_experts "x" must be equal: they are the same setting'),
+    ("deepseek-v3", "num_nextn_predict_layers", -1, "num_nextn_predict_layers -1 must be an integer from 0"),
+    *(
+        (
+            *("gemma3", "rope_parameters", {"full_attention": {}, "sliding_attention": sliding}),
+            f"sliding_attention {text}: this model supports only the {only} in layers with a window",
+        )
+        for sliding, text, only in (
+            ({"type": "linear", "factor": 8.0}, '{"type": "linear", "factor": 8.0}', "rope_type default"),
+            ({"rope_type": "linear", "factor": 8.0}, '{"rope_type": "linear", "factor": 8.0}', "rope_type default"),
+            ({"partial_rotary_factor": 0.5}, '{"partial_rotary_factor": 0.5}', "partial_rotary_factor 1.0"),
+        )
+    ),
     (
         *("qwen3-moe", "decoder_sparse_step", 5),
         "mlp_only_layers [] and decoder_sparse_step 5 must leave a layer with experts: without experts it is a dense model",
@@ -129,7 +144,10 @@ REFUSED = [
     ("gpt-oss", "sliding_window", None, 'layer_types "sliding_attention": this model has no sliding_window'),
     ("olmoe", "layer_types", ["sliding_attention"] * 4, 'layer_types "sliding_attention": this model has no sliding_window'),
     *(
-        (family, "per_layer_config", {"0": {"num_experts": 2}}, "per_layer_config: all layers of this model have the same sizes")
+        (
+            *(family, "per_layer_config", {"0": {"num_experts": 2}}),
+            'per_layer_config {"0": {"num_experts": 2}}: this model supports no sizes of single layers',
+        )
         for family in ("qwen3-moe", "mistral")
     ),
     *(
@@ -142,7 +160,12 @@ REFUSED = [
     ),
     (
         *("olmo3", "rope_parameters", {"full_attention": {"rope_theta": 1e6}}),
-        "rope_theta 1000000.0: must be equal in full_attention and sliding_attention",
+        "rope_theta 1000000.0: transformers gives layers with a window 500000.0, and this model supports only one rope_theta for "
+        "all layers",
+    ),
+    (
+        *("olmo3", "rope_parameters", {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}),
+        "rope_theta 1000000.0: sliding_attention has 10000.0, and this model supports only one rope_theta for all layers",
     ),
     ("deepseek-v3", "topk_method", "greedy", 'topk_method "greedy": this model supports only "noaux_tc"'),
     ("deepseek-v3", "first_k_dense_replace", -1, "first_k_dense_replace -1 must be an integer from 0"),
@@ -198,14 +221,47 @@ def test_an_unsupported_configuration_is_refused_with_the_field_at_fault(family,
     assert str(error.value) == f"{tmp_path}/config.json: {problem}"
 
 
+@pytest.mark.parametrize(
+    ("family", "key", "alias", "value", "problem"),
+    [
+        ("olmoe", "num_experts", "num_local_experts", "x", 'num_local_experts "x" must be an integer from 1 to 2**24'),
+        ("olmoe", "num_experts", "num_local_experts", 1, "num_experts_per_tok 2 must be at most num_local_experts 1"),
+        (
+            *("olmo3", "rope_parameters", "rope_theta", 1e6),  # a file of transformers 4
+            "rope_theta 1000000.0: transformers gives layers with a window 500000.0, and this model supports only one rope_theta "
+            "for all layers",
+        ),
+        (
+            "deepseek-v3",
+            "num_nextn_predict_layers",
+            "num_mtp_layers",
+            -1,
+            "num_mtp_layers -1 must be an integer from 0",
+        ),
+    ],
+)
+def test_an_error_names_the_key_that_the_file_has(family, key, alias, value, problem, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(config_of(family, 0) | {key: None, alias: value}))
+    with pytest.raises(ConfigError) as error:
+        HfModelFolder.open(tmp_path)
+    assert str(error.value) == f"{tmp_path}/config.json: {problem}"
+
+
 ROUTER, EXPERT = "model.layers.1.mlp.gate.weight", "model.layers.1.mlp.experts.3.up_proj.weight"
 
 
 @pytest.mark.parametrize(
     ("tensors", "config", "problem"),
     [
-        ({}, {"num_experts": 5}, "model.layers.0.mlp.gate.weight has shape [4, 40], expected [5, 40]; "),
-        ({}, {"num_experts": 3}, "model.layers.0.mlp.experts.3.down_proj.weight is not a parameter of this model; "),
+        ({}, {"num_experts": 5}, "config.json has num_experts 5, but the files have 4 experts in each layer"),
+        (
+            *({}, {"num_experts": None, "num_local_experts": 3}),
+            "config.json has num_local_experts 3, but the files have 4 experts in each layer",
+        ),
+        (
+            *({}, {"num_experts": None}),
+            "config.json has no num_experts, whose default is 64, but the files have 4 experts in each layer",
+        ),
         ({EXPERT: None}, {}, f"{EXPERT} is missing"),
         ({EXPERT: torch.ones(5, 7)}, {}, f"{EXPERT} has shape [5, 7], expected [56, 40]"),
         ({ROUTER: torch.ones(3, 7)}, {}, f"{ROUTER} has shape [3, 7], expected [4, 40]"),

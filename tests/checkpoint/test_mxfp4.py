@@ -118,10 +118,24 @@ def test_logits_equal_those_of_transformers_which_decodes_the_same_folder(packed
         torch.testing.assert_close(model(tokens, Context.of(tokens)), other(tokens).logits, rtol=1e-4, atol=1e-4)
 
 
+def test_a_folder_that_is_not_packed_may_name_the_format_as_in_transformers(packed, tmp_path):
+    source, decoded = packed
+    folder = tmp_path / "decoded"
+    folder.mkdir()
+    (folder / "config.json").write_bytes((source / "config.json").read_bytes())
+    save_file(decoded, folder / "model.safetensors")
+    options = {"quantization_config": transformers.Mxfp4Config(dequantize=True), "dtype": torch.bfloat16}
+    other = transformers.AutoModelForCausalLM.from_pretrained(folder, **options).state_dict()
+    w2 = HfModelFolder.open(folder).rows("layers.1.feed_forward.experts.w2", 0, EXPERTS)
+    assert torch.equal(w2, other["model.layers.1.mlp.experts.down_proj"].mT)
+
+
 def test_other_folders_are_refused_in_one_line(packed):
     source, _ = packed
     change_config(source, quantization_config=None)
-    with pytest.raises(ConfigError, match="down_proj_blocks is not a parameter of this model"):
+    with pytest.raises(
+        ConfigError, match=r"down_proj_blocks has the format MXFP4, but config\.json has no quantization_config"
+    ):
         HfModelFolder.open(source)
     change_config(source, quantization_config={"quant_method": "fp8"})
     with pytest.raises(ConfigError, match="contains weights that are quantized with FP8; use the original model"):

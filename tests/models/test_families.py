@@ -2,6 +2,7 @@
 
 import copy
 import json
+from collections import Counter
 from dataclasses import replace
 from itertools import islice
 
@@ -215,6 +216,19 @@ def test_random_configurations_are_equal_to_transformers_or_refused_by_name(fami
     """scripts/dev/check_configs.py draws more of them."""
     outcomes = [random_configs.outcome(family, *model) for model in islice(random_configs.configurations(family), 8)]
     assert outcomes.count("") >= 4
+
+
+def test_random_configurations_end_if_transformers_computes_none(monkeypatch):
+    monkeypatch.setattr(random_configs, "reference_of", lambda family, config: 1 / 0)
+    with pytest.raises(RuntimeError, match="transformers computes none of 50 configurations of olmoe in a row"):
+        next(random_configs.configurations("olmoe"))
+
+
+def test_random_configurations_with_a_tie_of_a_routers_scores_are_left_out(monkeypatch):
+    left_out = Counter()
+    monkeypatch.setattr(random_configs, "_MARGIN", 0.01)
+    next(random_configs.configurations("olmoe", left_out))
+    assert left_out["with a tie of a router's scores"] > 0
 
 
 @pytest.mark.parametrize(("family", "index"), CASES)

@@ -10,6 +10,7 @@ parameter. Each expert has its own adapters. Those of its matrices `w1` are stac
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from math import prod
 
 import torch
@@ -84,7 +85,7 @@ def select_parameters(model: nn.Module, plan: ParallelPlan, config: LoraConfig) 
     blocks = f"{plan.blocks_path}."
     adaptable = {target_of(name): name for name in adaptable_weights(model) if name.startswith(blocks)}
     owners = {n: m for n, m in model.named_modules() if list(m.parameters(recurse=False))}
-    with _own_names():
+    with _hints(owners):
         kind = "linear module or matrix of experts" if plan.has_experts else "linear module"
         targets = matching("lora.targets", config.targets, adaptable, f"{kind} of the blocks")
         modules = matching("lora.train_fully", config.train_fully, owners, "module with parameters")
@@ -104,14 +105,19 @@ def select_parameters(model: nn.Module, plan: ParallelPlan, config: LoraConfig) 
 
 
 @contextmanager
-def _own_names() -> Iterator[None]:
-    """Context manager that adds this project's name of a module to an error about its name in Hugging Face's models."""
+def _hints(owners: Iterable[str]) -> Iterator[None]:
+    """Context manager that adds what was meant to an error about a pattern: the name that a module of Hugging Face's models has
+    here, or that a module cannot have an adapter. owners: names of all modules with parameters."""
     try:
         yield
     except ConfigError as error:
         pattern = error.message.split()[0]
         if own := _OWN_NAMES.get(pattern.rpartition(".")[2]):
             raise ConfigError(error.key, f"{error.message}; {pattern} is called {own} here") from None
+        if error.key == "lora.targets" and (owner := next((n for n in owners if fnmatchcase(n, pattern)), "")):
+            raise ConfigError(
+                error.key, f"{error.message}; {owner} can only be trained fully, see [lora] train_fully"
+            ) from None
         raise
 
 

@@ -93,6 +93,24 @@ def _stored_tensors(folder: Path) -> dict[str, TensorMetadata]:
     return stored
 
 
+def _other_number_of_experts(model: "_DescribedModel", stored: Mapping[str, TensorMetadata]) -> str:
+    """Return the problem if all routers have another number of experts than config.json, or "". stored: by name in the text
+    model."""
+    sizes, hf = model.sizes, model.spec.huggingface
+    if "feed_forward.router" not in hf.names:
+        return ""
+    routers = [f"layers.{i}.feed_forward.router.weight" for i in range(sizes.n_layers)]
+    shapes = [stored[name].shape for name in map(hf.name, routers) if name in stored]
+    numbers = {shape[0] for shape in shapes if shape}
+    if len(numbers) != 1 or numbers == {sizes.n_experts}:
+        return ""
+    key = hf.key_of("n_experts", model.config)
+    value = f"{key} {sizes.n_experts}"
+    if model.config.get(key) is None:
+        value = f"no {key}, whose default is {sizes.n_experts}"
+    return f"config.json has {value}, but the files have {numbers.pop()} experts in each layer"
+
+
 def _text_names(stored: Collection[str]) -> dict[str, str]:
     """Return the name of each tensor of the text model -> its name in the files. stored: names in the files."""
     if any(name.startswith("model.layers.") for name in stored):
@@ -187,15 +205,20 @@ class HfModelFolder:
                 raise ConfigError("", f"{folder} {problem}")
             stored = _stored_tensors(folder)
             # All supported methods of quantization have this format.
-            packed = packed_stacks(stored) if quantizations and model.config.get("quantization_config") else {}
+            packed = packed_stacks(stored) if quantizations else {}
+            if packed and not model.config.get("quantization_config"):
+                first = next(iter(packed.values()))
+                problem = f"{first.blocks} has the format MXFP4, but config.json has no quantization_config"
+                raise ConfigError("", f"cannot load {folder}: {problem}")
             parts = {name for stack in packed.values() for name in (stack.blocks, stack.scales)}
             stored = {name: tensor for name, tensor in stored.items() if name not in parts}
             stored |= {name: stack.decoded for name, stack in packed.items()}
             keys = _text_names(stored)
-            skipped = model.spec.huggingface.ignored(model.config, model.sizes)
-            ignored = [module for module in skipped if any(key.startswith(f"{module}.") for key in keys)]
+            ignored = [module for module in model.skipped if any(key.startswith(f"{module}.") for key in keys)]
             prefixes = tuple(f"{module}." for module in ignored)
             keys = {name: key for name, key in keys.items() if not name.startswith(prefixes)}
+            if problem := _other_number_of_experts(model, {name: stored[key] for name, key in keys.items()}):
+                raise ConfigError("", f"cannot load {folder}: {problem}")
             index = _weight_index(folder, model.spec, model.sizes, keys, stored)
         return cls(
             folder=folder,
@@ -300,6 +323,8 @@ class _DescribedModel:
     sizes: Any
     seq_len: int
     """Context window."""
+    skipped: Collection[str]
+    """Modules in the files that are not part of the model."""
 
 
 def _read_config(file: Path, expected: ModelSpec | None = None) -> _DescribedModel:
@@ -313,8 +338,9 @@ def _read_config(file: Path, expected: ModelSpec | None = None) -> _DescribedMod
             only = f"this model supports only {text_of(next(iter(types)))}"
             supported = only if expected else f"expected one of {', '.join(types)}"
             raise ValueError(f"model_type {text_of(model_type)}: {supported}")
-        spec = types[model_type]
-        return _DescribedModel(config, spec, spec.huggingface.sizes(config), spec.huggingface.seq_len(config))
+        spec, hf = types[model_type], types[model_type].huggingface
+        sizes = hf.sizes(config)
+        return _DescribedModel(config, spec, sizes, hf.seq_len(config), hf.skipped(config, sizes))
     except ValueError as error:
         raise ConfigError("", f"{file}: {error}") from None
 

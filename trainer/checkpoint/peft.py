@@ -62,8 +62,10 @@ class PeftNames:
         """Return the names, each stack replaced by its matrices, `name@expert`. parameters: by name."""
         matrices = []
         for name in names:
-            experts = range(len(parameters[name])) if is_stack(self.model, name) else ()
-            matrices += [f"{name}@{i}" for i in experts] or [name]
+            if is_stack(self.model, name):
+                matrices += [f"{name}@{i}" for i in range(len(parameters[name]))]
+            else:
+                matrices.append(name)
         return matrices
 
     def base(self, name: str) -> str:
