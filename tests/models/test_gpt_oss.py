@@ -7,8 +7,9 @@ from models import MODELS
 from models.gpt_oss import BiasedRouter
 from models.grouped import grouped_product
 from models.spec import is_bias, meta_model
+from trainer.config import OptimizerConfig
 from trainer.config.load import load_config
-from trainer.optim.adamw import parameter_groups
+from trainer.optim.groups import resolve_groups
 from trainer.parallel.init_weights import allocate, initialize
 from trainer.testing.allocations import build_step
 
@@ -38,10 +39,12 @@ def test_biases_and_sinks_start_at_zero_and_do_not_decay():
     biases = {name for name in parameters if is_bias(model, name)}
     assert {name.rpartition(".")[2] for name in biases} == BIASES
     assert biases == {name for name, p in parameters.items() if not p.any()}
-    decayed, plain = parameter_groups(parameters.values(), 0.1, [parameters[name] for name in biases])
-    undecayed = {name for name, p in parameters.items() if any(p is other for other in plain["params"])}
+    decays = {
+        n: group.weight_decay for group in resolve_groups(OptimizerConfig(), parameters, biases) for n in group.names
+    }
+    undecayed = {name for name, decay in decays.items() if not decay}
     assert undecayed == {name for name in parameters if name in biases or "norm" in name}
-    assert len(decayed["params"]) + len(plain["params"]) == len(parameters)
+    assert decays.keys() == parameters.keys()
 
 
 def test_the_bias_of_the_router_decides_and_the_weights_of_a_token_sum_to_one():

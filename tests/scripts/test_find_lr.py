@@ -24,7 +24,7 @@ OPTIONS = ["--min-lr", "1e-5", "--max-lr", "1e-1", "--steps", str(STEPS)]
 def at_rates(argv):
     """Train with rates of a formula of this test."""
     rates = [1e-5 * (1e-1 / 1e-5) ** (i / (STEPS - 1)) for i in range(STEPS)]
-    with mock.patch.object(trainer_module, "learning_rate", lambda config, peak, step, steps: rates[step - 1]):
+    with mock.patch.object(trainer_module.Trainer, "_lr", lambda trainer, step: rates[step - 1]):
         train(argv)
 
 
