@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from models.components import FeedForward, attention_kernel
+from models.config_json import Config, first
 from models.context import Context
 from models.decoder import Decoder, pre_norm_decoder
-from models.huggingface import MIXTURE_NAMES, Config, HuggingFace, first
+from models.huggingface import MIXTURE_NAMES, HuggingFace
 from models.moe import CorrectedRouter, MixtureOfExperts
 from models.rope import YarnRope, rotate_halves, rotate_pairs
 from models.sizes import DEBUG, DEBUG_EXPERTS, GroupedMixtureSizes, text_of

@@ -14,11 +14,8 @@ from torch import Tensor, nn
 
 from models.blocks import SandwichBlock
 from models.components import Attention, FeedForward, OffsetRMSNorm, Output, ScaledEmbedding, gelu_tanh
-from models.decoder import Decoder
-from models.huggingface import (
-    NAMES,
+from models.config_json import (
     Config,
-    HuggingFace,
     first,
     sliding_theta,
     split_rope,
@@ -26,6 +23,8 @@ from models.huggingface import (
     write_rope_by_type,
     write_windows,
 )
+from models.decoder import Decoder
+from models.huggingface import NAMES, HuggingFace
 from models.rope import Rope
 from models.sizes import DEBUG, MixedSizes, require
 from models.spec import LayerKind, ModelSpec

@@ -9,17 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from models.components import Attention
+from models.config_json import Config, first, with_layer_types, write_rope, write_windows
 from models.decoder import Decoder, pre_norm_decoder
-from models.huggingface import (
-    NAMES,
-    Config,
-    HuggingFace,
-    StoredStack,
-    first,
-    with_layer_types,
-    write_rope,
-    write_windows,
-)
+from models.huggingface import NAMES, HuggingFace, StoredStack
 from models.moe import Experts, MixtureOfExperts, Router, Routing
 from models.sizes import DEBUG, DEBUG_EXPERTS, MixedSizes, MixtureSizes
 from models.spec import LayerKind, ModelSpec, SizeError

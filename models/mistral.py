@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from models.components import Attention
+from models.config_json import Config, first, rope_object, write_rope
 from models.decoder import Decoder, pre_norm_decoder
-from models.huggingface import Config, HuggingFace, first, rope_object, write_rope
+from models.huggingface import HuggingFace
 from models.rope import Rope
 from models.sizes import DEBUG, DecoderSizes, WindowedSizes
 from models.spec import LayerKind, ModelSpec

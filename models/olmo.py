@@ -10,12 +10,8 @@ from torch import nn
 
 from models.blocks import PostNormBlock
 from models.components import AllHeadsRMSNorm, Attention, FeedForward
-from models.decoder import Decoder, pre_norm_decoder
-from models.huggingface import (
-    MIXTURE_NAMES,
-    NAMES,
+from models.config_json import (
     Config,
-    HuggingFace,
     first,
     rope_object,
     sliding_theta,
@@ -24,6 +20,8 @@ from models.huggingface import (
     write_rope_by_type,
     write_windows,
 )
+from models.decoder import Decoder, pre_norm_decoder
+from models.huggingface import MIXTURE_NAMES, NAMES, HuggingFace
 from models.moe import MixtureOfExperts
 from models.rope import Rope
 from models.sizes import DEBUG_DERIVED, DEBUG_EXPERTS, DecoderSizes, MixedSizes, MixtureSizes, SizeError, text_of

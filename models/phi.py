@@ -5,8 +5,9 @@ config.json of the published models."""
 from dataclasses import dataclass
 from typing import ClassVar
 
+from models.config_json import Config, first, rope_object, rotary_factor
 from models.decoder import pre_norm_decoder
-from models.huggingface import NAMES, Config, HuggingFace, first, rope_object, rotary_factor
+from models.huggingface import NAMES, HuggingFace
 from models.sizes import DEBUG_DERIVED, WindowedSizes
 from models.spec import ModelSpec
 

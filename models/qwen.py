@@ -8,8 +8,9 @@ from functools import partial
 from torch import nn
 
 from models.components import Attention, FeedForward
+from models.config_json import Config, first, with_layer_types, write_layer_types
 from models.decoder import Decoder, pre_norm_decoder
-from models.huggingface import MIXTURE_NAMES, Config, HuggingFace, first, with_layer_types, write_layer_types
+from models.huggingface import MIXTURE_NAMES, HuggingFace
 from models.moe import MixtureOfExperts
 from models.sizes import (
     DEBUG,

@@ -4,8 +4,9 @@ Dimensions: config.json of the published model."""
 from dataclasses import dataclass, replace
 
 from models.components import Attention
+from models.config_json import Config, first, with_layer_types, write_layer_types
 from models.decoder import Decoder, pre_norm_decoder
-from models.huggingface import Config, HuggingFace, first, with_layer_types, write_layer_types
+from models.huggingface import HuggingFace
 from models.sizes import DEBUG_DERIVED, MixedSizes, repeated, require, shortest_period, text_of
 from models.spec import LayerKind, ModelSpec, SizeError
 

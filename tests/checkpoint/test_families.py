@@ -9,7 +9,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from models import MODELS
-from models.huggingface import text_config
+from models.config_json import text_config
 from tests.models.families import CASES, SEQ, config_of, hf_model_of, inputs
 from trainer.checkpoint.export import HfExport
 from trainer.checkpoint.huggingface import HfModelFolder

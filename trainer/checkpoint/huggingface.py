@@ -12,7 +12,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from models import MODELS
-from models.huggingface import StoredStack, text_config, text_name
+from models.config_json import text_config
+from models.huggingface import StoredStack, text_name
 from models.sizes import text_of
 from models.spec import ModelSpec, meta_model, saved_weights
 from trainer.checkpoint import manifest
