@@ -64,8 +64,8 @@ def undecayed_dims():
     """Return the numbers of dims of the parameters without weight decay, after FSDP has changed the classes of the modules."""
     settings = "--model.name gpt-oss --parallel.dp_shard 2 --parallel.ep 2 --optimizer.weight_decay 0.1"
     engine, _ = build_step(load_config(settings.split()))
-    (optimizer,) = engine.optimizer.optimizers
-    return {p.dim() for group in optimizer.param_groups if not group["weight_decay"] for p in group["params"]}
+    (updater,) = engine.optimizer.updaters
+    return {p.dim() for group in updater.param_groups if not group["weight_decay"] for p in group["params"]}
 
 
 def test_the_published_model_has_biases_in_every_module():
