@@ -1,0 +1,120 @@
+"""Train a configuration with each combination of some values, and compare the losses.
+
+    python scripts/dev/sweep.py --config train_configs/debug.toml --vary optimizer.name=adamw,muon --vary optimizer.lr=3e-3,6e-3
+    python scripts/dev/sweep.py --config train_configs/debug.toml --vary optimizer.name=adamw,muon --plot losses.png
+
+Runs follow one another, each in the run folder NAME-VALUE-VALUE. A run that is complete is not repeated; one that was
+interrupted continues. The picture shows the best run of each value of the first --vary.
+"""
+
+import itertools
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+
+from trainer.system.process import exit_on_interrupt
+
+if __name__ == "__main__":
+    exit_on_interrupt()
+
+from trainer.config import Config, ConfigError
+from trainer.config.command_line import Arguments, config_from_command_line, file_to_write, run_to_end
+from trainer.planning.report import canvas, save
+from trainer.reporting.records import Curve, read_records
+from trainer.run.sinks.sink import METRICS_FILE
+from trainer.system.process import die_with_parent
+from trainer.testing.layouts import Table
+
+
+@dataclass(frozen=True)
+class Result:
+    values: tuple[str, ...]
+    loss: Curve
+    """Training loss."""
+    held_out: float
+    """Loss of the last evaluation of the first dataset. NaN: none."""
+    step_s: float
+    """Median duration of the steps of a record."""
+
+    @property
+    def final_loss(self) -> float:
+        """Mean training loss of the last tenth of the recorded steps."""
+        return statistics.fmean(self.loss.values[-max(1, len(self.loss.values) // 10) :])
+
+
+def read_result(folder: Path, values: tuple[str, ...]) -> Result:
+    """Read the result of a run. values: those of the settings that vary."""
+    curves = read_records(folder / METRICS_FILE).curves
+    held_out = next(
+        (c.values[-1] for name, c in curves.items() if name.startswith("eval/") and name.endswith("/loss")),
+        float("nan"),
+    )
+    return Result(values, curves["train/loss"], held_out, statistics.median(curves["train/step_time_s"].values))
+
+
+def parse_vary(text: str) -> tuple[str, list[str]]:
+    """Return the setting and the values of an option such as optimizer.lr=1e-3,2e-3. Raises ConfigError."""
+    name, equals, values = text.partition("=")
+    if "." not in name or not equals or "" in values.split(","):
+        raise ConfigError("", f"--vary {text}: expected section.key=VALUE,VALUE")
+    return name, values.split(",")
+
+
+def train(config: Config, argv: Sequence[str]) -> None:
+    """Train, or continue, until the last step. If the run fails, exit with its code."""
+    command = [str(ROOT / "run_llama_train.sh"), *argv, "--run.name", config.run.name]
+    code = subprocess.run(command, env=os.environ | {"PYTHON": sys.executable}, preexec_fn=die_with_parent).returncode
+    if code:
+        sys.exit(code)  # the run has printed the reason
+
+
+def draw(path: Path, results: Sequence[Result]) -> None:
+    """Draw the training losses of the best run of each first value."""
+    figure = canvas(path, "--plot")
+    axes = figure.add_subplot()
+    for _, group in itertools.groupby(results, lambda r: r.values[0]):
+        best = min(group, key=lambda r: r.final_loss)
+        axes.plot(best.loss.steps, best.loss.values, label=", ".join(best.values), linewidth=1)
+    axes.set(xlabel="step", ylabel="training loss")
+    axes.legend(frameon=False)
+    save(figure, path, "--plot", dpi=150)
+
+
+def main() -> None:
+    parser = Arguments(__doc__, settings=True)
+    text = "a setting and its values; with several of these options, all combinations are trained"
+    parser.add_argument("--vary", action="append", required=True, metavar="section.key=VALUE,VALUE", help=text)
+    parser.add_argument("--plot", type=file_to_write, metavar="FILE", help="picture of the losses: .png, .svg or .pdf")
+    args, argv = parser.parse_known_args()
+    varied = dict(map(parse_vary, args.vary))
+    base = config_from_command_line(argv)
+    runs = []
+    for values in itertools.product(*varied.values()):
+        own = [word for name, value in zip(varied, values, strict=True) for word in (f"--{name}", value)]
+        config = config_from_command_line([*argv, *own])
+        run = replace(config.run, name="-".join([base.run.name, *values]))
+        runs.append((values, replace(config, run=run), [*argv, *own]))
+    results = []
+    for values, config, flags in runs:
+        train(config, flags)
+        results.append(read_result(config.run.folder, values))
+    width = max(len(name) for name in varied) + 2
+    table = Table(**{name.replace(".", "_"): f"<{width}" for name in varied}, loss=">8", held_out=">9", step=">9")
+    for result in results:
+        table.row(
+            *result.values, f"{result.final_loss:.4f}", f"{result.held_out:.4f}", f"{result.step_s * 1000:,.0f} ms"
+        )
+    if args.plot:
+        draw(args.plot, results)
+        print(f"wrote {args.plot}")
+
+
+if __name__ == "__main__":
+    run_to_end(main, "interrupted; rerun the same command to continue")
