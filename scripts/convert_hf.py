@@ -5,6 +5,7 @@ python scripts/convert_hf.py from-hf model-folder/ out/
 python scripts/convert_hf.py merge outputs/my_lora out/     # base model plus adapter; to-hf writes only the adapter, for peft
 """
 
+import argparse
 import sys
 from pathlib import Path
 from typing import get_args
@@ -31,6 +32,8 @@ def arguments() -> Arguments:
     load = commands.add_parser("from-hf", help="write a checkpoint with only the model, for --checkpoint.init_from")
     for command in (export, merge):
         command.add_argument("source", type=Path, help="checkpoint, or run folder (its newest checkpoint, or RUN@best)")
+        averaged = "write the averaged weights of the run ([optimizer] ema_decay)"
+        command.add_argument("--averaged", action="store_true", help=averaged)
         command.add_argument("--dtype", choices=["bf16", "fp32"], help=f"dtype of the weights (default: {_DTYPE})")
     merge.add_argument(
         "--base", type=Path, metavar="PATH", help="base model (default: its path when the adapter was trained)"
@@ -65,10 +68,11 @@ from trainer.system.spelling import did_you_mean
 from trainer.system.units import GIB
 
 
-def to_hf(checkpoint: Path, out: Path, dtype: str, shard_bytes: int, base: Path | None = None) -> None:
-    export = HfExport.open(checkpoint, DTYPES[dtype], base)
+def to_hf(args: argparse.Namespace, checkpoint: Path, shard_bytes: int) -> None:
+    base = args.base if args.command == "merge" else None
+    export = HfExport.open(checkpoint, DTYPES[args.dtype or _DTYPE], base, args.averaged)
     with tqdm(total=export.num_bytes(), unit="B", unit_scale=True, disable=None) as bar:
-        export.write(out, shard_bytes, bar.update)
+        export.write(args.out, shard_bytes, bar.update)
 
 
 def from_hf(source: Path, out: Path, family: str | None, shard_bytes: int) -> None:
@@ -92,14 +96,14 @@ def main() -> None:
         elif args.command == "merge":
             if not is_adapter(checkpoint):
                 die(f"{checkpoint} contains no adapter; to-hf writes the model")
-            to_hf(checkpoint, args.out, args.dtype or _DTYPE, shard_bytes, args.base)
+            to_hf(args, checkpoint, shard_bytes)
         elif is_adapter(checkpoint):
             for option, value in (("--dtype", args.dtype), ("--shard-gib", args.shard_gib)):
                 if value is not None:
                     die(f"{option} {value} has no effect, because {checkpoint} contains only an adapter; see merge")
-            write_peft(checkpoint, args.out)
+            write_peft(checkpoint, args.out, args.averaged)
         else:
-            to_hf(checkpoint, args.out, args.dtype or _DTYPE, shard_bytes)
+            to_hf(args, checkpoint, shard_bytes)
     except CorruptError as error:
         die(str(error))
     print(f"{args.out}: written")

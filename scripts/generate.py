@@ -37,6 +37,7 @@ def arguments() -> Arguments:
     add = parser.add_argument
     add("path", type=Path, help="checkpoint, run folder (its newest checkpoint, or RUN@best), or Hugging Face folder")
     add("--base", type=Path, metavar="PATH", help="base model of an adapter (default: the path at training)")
+    add("--averaged", action="store_true", help="use the averaged weights of the run ([optimizer] ema_decay)")
     add("--prompt", type=utf8, metavar="TEXT", help="text to continue")
     add("--chat", action="store_true", help="start a chat, in which each line of stdin is a message of the user")
     add("--system", default="", type=utf8, metavar="TEXT", help="system message of the chat")
@@ -124,7 +125,9 @@ def run(args: argparse.Namespace) -> None:
     device = devices.select_device(args.device)
     distributed.init_process_group(DistributedConfig(timeout_s=_TIMEOUT_S), device)
     dtype = DTYPES[args.dtype or ("bf16" if device.type != "cpu" else "fp32")]
-    generator = TextGenerator.load(args.path, dtype, device, args.max_seq_len, args.chat_template, args.base)
+    generator = TextGenerator.load(
+        args.path, dtype, device, args.max_seq_len, args.chat_template, args.base, args.averaged
+    )
     if args.chat:
         chat(generator, generator.chat_format(), args)
     else:

@@ -215,7 +215,9 @@ def _build_checkpoints(
         best=BestTracker(config.evaluation, datasets.evaluation_names.get(config.evaluation.keep_best_on, "")),
         writer=writer,
         steps=config.training.steps,
-        stored_names={f"{group}/{name}" for group in ("model", "optimizer") for name in resolved.saved_names},
+        stored_names={
+            f"{group}/{name}" for group in ("model", "optimizer", "average") for name in resolved.saved_names
+        },
         files=files,
         metadata=versions() | {"config": digest(files["config.toml"])},
     )

@@ -1,6 +1,7 @@
 """Engine that holds one rank's model and optimizer, and runs optimizer steps."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -15,6 +16,7 @@ from trainer.config import Config
 from trainer.objective.cross_entropy import CrossEntropy
 from trainer.objective.objective import Objective, require_complete
 from trainer.objective.preference import Preference
+from trainer.optim.average import WeightAverage
 from trainer.optim.optimizer import build_optimizer
 from trainer.optim.quantization import require_shard_independent_blocks
 from trainer.parallel.attention import AttentionBackend
@@ -146,6 +148,7 @@ class Engine:
             biases,
             meshes.stage,
         )
+        self.average = None if optimizer.ema_decay is None else WeightAverage(self.optimizer, optimizer.ema_decay)
         self.guard = StabilityGuard(config.resilience, self.optimizer.device)
         self.phases = PhaseTimer(device)
         self.batch_group = meshes.data["batch"].get_group()
@@ -176,7 +179,13 @@ class Engine:
         """Set the initial values of all weights except those in `loaded`, whose values are loaded afterwards."""
         for part in self.model_parts.values():
             initialize(part, self.config.run.seed, loaded, self.config.lora)
+        self.start_optimizer()
+
+    def start_optimizer(self) -> None:
+        """Make the master weights and the averages those of the parameters, after these have got their initial values."""
         self.optimizer.sync_master_weights(state_loaded=False)
+        if self.average is not None:
+            self.average.start()
 
     def step(
         self, microbatches: Sequence[Batch], lr: float, stop: bool, on_before_update: Callable[[], None]
@@ -203,14 +212,22 @@ class Engine:
         on_before_update()
         skip, outcome = self.guard.decide(means["loss"], grad_norm, votes)
         self.optimizer.step(skip=skip)
+        if self.average is not None:
+            self.average.update(skip)
         if self.load is not None:
             self.load.correct(skip)
         self.phases.start("other")
         return StepResult(outcome=outcome, num_terms=num_terms, means=means, routing=routing)
+
+    def evaluated_weights(self) -> AbstractContextManager[None]:
+        """Context manager in which the model has the weights to evaluate: the averages, if [evaluation] averaged says so."""
+        return self.average.in_use(self.model_parts.values()) if self.config.evaluation.averaged else nullcontext()
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors that are saved in checkpoints, by their names in the checkpoint. The tensors are not copied. Frozen
         parameters are not saved."""
         tensors = {f"model/{name}": w.detach() for name, w in self.weights.items() if name in self.saved_names}
         tensors |= {f"optimizer/{name}": tensor for name, tensor in self.optimizer.state().items()}
+        if self.average is not None:
+            tensors |= {f"average/{name}": tensor for name, tensor in self.average.state().items()}
         return tensors | {f"stability/{name}": tensor for name, tensor in self.guard.state().items()}

@@ -138,7 +138,7 @@ def _load_weights(config: Config, resolved: ResolvedRun, engine: Engine, weights
     if lora.init_from:
         trained = resolved.trained.tensors(meta_model(resolved.spec.model, resolved.sizes))
         adapter = load_adapter(lora, resolved.spec, resolved.sizes, engine.parameters, trained, weights_digest)
-    engine.optimizer.sync_master_weights(state_loaded=False)
+    engine.start_optimizer()
     is_base = lora.rank is not None
     hashes: dict[str, str | None] = {_BASE if is_base else _INITIAL: weights_digest}
     if config.preference.needs_reference:
@@ -161,7 +161,8 @@ def _load_base(config: Config, resolved: ResolvedRun, engine: Engine, weights: W
 
 def _origin(weights: WeightSource, weights_digest: str) -> str:
     files = weights.files()
-    return f"loaded from {weights.folder} ({short_digest(weights_digest)}{f', {files}' if files else ''})"
+    averaged = "averages " * weights.averaged
+    return f"{averaged}loaded from {weights.folder} ({short_digest(weights_digest)}{f', {files}' if files else ''})"
 
 
 def _base_of(weights: WeightSource, weights_digest: str) -> dict[str, str]:
@@ -182,7 +183,8 @@ def _require_same_weights(config: Config, resolved: ResolvedRun, point: ResumePo
     # Rank 0 decides: other nodes may have the weights at another path.
     if run_on_rank_0(lambda: _names_other_weights(config, point)):
         source = run_on_rank_0(lambda: resolve_checkpoint(Path(config.checkpoint.init_from)))
-        now[_INITIAL] = WeightSource.open(source, resolved.spec).digest()
+        averaged = config.checkpoint.init_averaged
+        now[_INITIAL] = WeightSource.open(source, resolved.spec, averaged=averaged).digest()
     require_compatible(point, now)
 
 

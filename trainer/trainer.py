@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import islice
 
@@ -101,7 +102,7 @@ class Trainer:
             best = f"; the best checkpoint is {folder}{BEST}, of step {best_step}" if best_step else ""
             console.info(f"stopped early: {reason}{best}")
         if self.config.checkpoint.export_huggingface:
-            export_run(folder, self.config.checkpoint.export_checkpoint)
+            export_run(folder, self.config.checkpoint)
         console.info(f"done: step {step}, {duration(seconds)}, {folder}")
 
     def _log_request_to_stop(self) -> None:
@@ -167,7 +168,7 @@ class Trainer:
             self._wait_for_saves()
         devices.synchronize(self.engine.device)  # the section must not include the work of the step
         objective = self.engine.objective
-        with self.watchdog.evaluating():
+        with self.watchdog.evaluating(), self._evaluated_weights():
             for dataset in self.evaluator.datasets:
                 with self.metrics.section("evaluation") as seconds:
                     result = self.evaluator.run(dataset, self.engine.forward_backward, self.watchdog.loading)
@@ -181,10 +182,15 @@ class Trainer:
     def sample(self) -> None:
         """Generate a text from each prompt, and record the texts."""
         devices.synchronize(self.engine.device)  # the section must not include the work of the step
-        with self.watchdog.evaluating(), self.metrics.section("samples") as seconds:
+        with self.watchdog.evaluating(), self._evaluated_weights(), self.metrics.section("samples") as seconds:
             texts = self.samples.run(self.engine.forward_backward, self.watchdog.loading)
         record = {"kind": "samples", "step": self.state.step, "samples": texts}
         self.metrics.log_event(record | {"samples_time_s": seconds()})
+
+    def _evaluated_weights(self) -> AbstractContextManager[None]:
+        """Context manager in which the model has the weights to evaluate."""
+        self.checkpoints.before_update()
+        return self.engine.evaluated_weights()
 
     def save(self, outcome: StepOutcome, last: bool) -> None:
         """Start to save the state. Raises TrainingDiverged if the run ends after several non-finite steps in a row."""

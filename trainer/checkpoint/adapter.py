@@ -15,8 +15,8 @@ from trainer.checkpoint import manifest, resume
 from trainer.checkpoint.commit import Tensors, load_into
 from trainer.checkpoint.huggingface import TEXT_MODEL
 from trainer.checkpoint.manifest import CorruptError
-from trainer.checkpoint.model_metadata import ModelMetadata
-from trainer.checkpoint.storage import TensorMetadata, read_index, read_rows
+from trainer.checkpoint.model_metadata import ModelMetadata, averaged_index
+from trainer.checkpoint.storage import Read, TensorMetadata, read_index, read_rows, read_slice
 from trainer.checkpoint.weights import WeightSource
 from trainer.config import ConfigError, LoraConfig
 from trainer.config.model_source import resolve_checkpoint
@@ -36,6 +36,7 @@ class AdapterCheckpoint:
     sizes: Any
     index: Mapping[str, TensorMetadata]
     """Name in the checkpoint -> dtype, shape and files of each trained parameter."""
+    read_slice: Read
     base: Path
     """Folder of the base model at training."""
     base_digest: str
@@ -46,8 +47,9 @@ class AdapterCheckpoint:
     trained: TrainedParameters
 
     @classmethod
-    def open(cls, folder: Path, alone: bool = False) -> "AdapterCheckpoint":
-        """Verify the checkpoint, collectively unless only this rank opens it (`alone`). Raises CorruptError."""
+    def open(cls, folder: Path, alone: bool = False, averaged: bool = False) -> "AdapterCheckpoint":
+        """Verify the checkpoint, collectively unless only this rank opens it (`alone`). averaged: as in WeightSource.open.
+        Raises CorruptError, or ConfigError if there are no averages."""
         if problem := resume.verify(folder, alone=alone):
             raise CorruptError(problem)
         metadata = ModelMetadata.read(folder)
@@ -69,12 +71,14 @@ class AdapterCheckpoint:
         expected = {f"model/{name}": tuple(p.shape) for name, p in trained.tensors(model).items()}
         if {key: stored.shape for key, stored in index.items()} != expected:
             raise CorruptError(f"the tensors are not those of an adapter of rank {config.rank} for this model")
+        index, read = averaged_index(folder, index) if averaged else (index, read_slice)
         return cls(
             folder=folder,
             metadata=metadata,
             spec=spec,
             sizes=sizes,
             index=index,
+            read_slice=read,
             base=base,
             base_digest=base_digest,
             text_model=text_model,
@@ -89,7 +93,7 @@ class AdapterCheckpoint:
         key, matrix = f"model/{parameter}", int(expert) if expert else None
         stored = self.index[key]
         stop = stored.shape[0 if matrix is None else 1] if stop is None else stop
-        return read_rows(self.folder, key, stored, start, stop, matrix=matrix)
+        return read_rows(self.folder, key, stored, start, stop, self.read_slice, matrix)
 
     def product(self, name: str, rows: slice, columns: slice) -> Tensor:
         """Return a part of the matrix that the adapter adds, in fp32. name: of a weight, or `parameter@expert` of a stack."""
@@ -107,12 +111,20 @@ class AdapterSource:
     hf_folder: ClassVar[None] = None
 
     @classmethod
-    def open(cls, checkpoint: Path, base: Path | None, alone: bool = False) -> "AdapterSource":
-        """Verify both folders, collectively unless only this rank opens them (`alone`). base: folder of the base model, or of
-        the run that trained it, or None for the one that the checkpoint names. Raises ConfigError if one of them is damaged, or
-        if the base is not that of the adapter."""
+    def open(cls, checkpoint: Path, base: Path | None, alone: bool = False, averaged: bool = False) -> "AdapterSource":
+        """Verify both folders, collectively unless only this rank opens them.
+
+        Args:
+            checkpoint: Contains the adapter.
+            base: Folder of the base model, or of the run that trained it. None: the one that the checkpoint names.
+            alone: Whether only this rank opens the folders.
+            averaged: Whether to read the averaged weights of the adapter.
+
+        Raises:
+            ConfigError: One of the folders is damaged, or the base is not that of the adapter.
+        """
         with manifest.damage_as_config_error(checkpoint):
-            adapter = AdapterCheckpoint.open(checkpoint, alone)
+            adapter = AdapterCheckpoint.open(checkpoint, alone, averaged)
         folder = base or adapter.base
         if not split_best(folder)[0].is_dir():
             raise ConfigError("", f"{checkpoint} needs its base model, but {folder} does not exist; use --base PATH")
@@ -157,7 +169,7 @@ class AdapterSource:
         fully = self.adapter.trained.fully
         self.base.load_into({name: p for name, p in parameters.items() if name not in fully})
         own = {f"model/{name}": p for name, p in parameters.items() if name in fully}
-        load_into(self.folder, self.adapter.index, own, cast=True, alone=self.base.alone)
+        load_into(self.folder, self.adapter.index, own, self.adapter.read_slice, cast=True, alone=self.base.alone)
         for name in self.adapter.trained.adapted:
             local, (*experts, rows, columns) = local_region(parameters[name])
             stacked = [(f"{name}@{i}", local[i - own.start]) for own in experts for i in range(own.start, own.stop)]
@@ -165,22 +177,25 @@ class AdapterSource:
                 values.copy_(values + self.adapter.product(matrix, rows, columns).to(values.device))
 
 
-def open_weights(folder: Path, base: Path | None = None, alone: bool = False) -> WeightSource | AdapterSource:
+def open_weights(
+    folder: Path, base: Path | None = None, alone: bool = False, averaged: bool = False
+) -> WeightSource | AdapterSource:
     """Open a model that can be loaded or exported, collectively unless `alone` is true.
 
     Args:
         folder: Checkpoint, or model in Hugging Face's format.
         base: Folder of the base model, if the checkpoint contains an adapter and the base has moved.
         alone: Whether only this rank opens the model.
+        averaged: Whether to read the averages of the run ([optimizer] ema_decay) instead of its last weights.
 
     Raises:
         ConfigError: The folder contains no model that can be read.
     """
     if is_adapter(folder):
-        return AdapterSource.open(folder, base, alone)
+        return AdapterSource.open(folder, base, alone, averaged)
     if base is not None:
         raise ConfigError("", f"--base {base} has no effect, because {folder} contains no adapter")
-    return WeightSource.open(folder, alone=alone)
+    return WeightSource.open(folder, alone=alone, averaged=averaged)
 
 
 def is_adapter(checkpoint: Path) -> bool:

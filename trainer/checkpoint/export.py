@@ -23,7 +23,7 @@ from trainer.checkpoint.storage import TensorMetadata, TensorWrite, write_safete
 from trainer.checkpoint.tokenizer_files import exported_files
 from trainer.checkpoint.weights import WeightSource
 from trainer.checkpoint.write_model import Progress, export_metadata, group_by_file, layer_order, read_in_chunks
-from trainer.config import ConfigError, errors_about
+from trainer.config import CheckpointConfig, ConfigError, errors_about
 from trainer.config.model_source import best_checkpoint
 from trainer.system import console
 from trainer.system.checkpoint_folder import latest_per_step
@@ -43,14 +43,26 @@ class HfExport:
     model: ModelMetadata
     files: Mapping[str, bytes]
     """Name -> content of the files that do not depend on the weights."""
+    averaged: bool
+    """Whether the weights are the averages of the run."""
 
     @classmethod
-    def open(cls, checkpoint: Path, dtype: torch.dtype, base: Path | None = None) -> "HfExport":
-        """Read the checkpoint. base: as in open_weights. Raises ConfigError if the checkpoint is damaged or contains no model."""
-        weights = open_weights(checkpoint, base, alone=True)
+    def open(cls, checkpoint: Path, dtype: torch.dtype, base: Path | None = None, averaged: bool = False) -> "HfExport":
+        """Read the checkpoint.
+
+        Args:
+            checkpoint: The checkpoint.
+            dtype: Of the exported weights.
+            base: As in open_weights.
+            averaged: Whether to export the averaged weights.
+
+        Raises:
+            ConfigError: The checkpoint is damaged, or contains no such weights.
+        """
+        weights = open_weights(checkpoint, base, alone=True, averaged=averaged)
         with manifest.damage_as_config_error(checkpoint):
             model = ModelMetadata.read(checkpoint)
-        return cls(checkpoint, dtype, weights, model, exported_files(checkpoint, model))
+        return cls(checkpoint, dtype, weights, model, exported_files(checkpoint, model), averaged)
 
     @property
     def spec(self) -> ModelSpec:
@@ -90,7 +102,7 @@ class HfExport:
         stored = hf.tensors(hf.matrices({name: weights[name] for name in parameters}))
         entries = [self._entry(name, group, progress) for name, group in stored.items()]
         groups = group_by_file(entries, shard_bytes)
-        metadata = export_metadata(self.checkpoint)
+        metadata = export_metadata(self.checkpoint, self.averaged)
         weight_map = {}
         for i, group in enumerate(groups, start=1):
             file = f"model-{i:05d}-of-{len(groups):05d}.safetensors" if len(groups) > 1 else "model.safetensors"
@@ -146,21 +158,21 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n")
 
 
-def is_export_of(folder: Path, checkpoint: Path) -> bool:
-    """Return whether the folder contains an export of this checkpoint."""
+def is_export_of(folder: Path, checkpoint: Path, averaged: bool) -> bool:
+    """Return whether the folder contains an export of this checkpoint. averaged: of its averaged weights."""
     try:
         with safe_open(min(folder.glob("*model*.safetensors")), framework="pt") as tensors:
-            return tensors.metadata() == export_metadata(checkpoint)
+            return tensors.metadata() == export_metadata(checkpoint, averaged)
     except (SafetensorError, OSError, ValueError):
         return False
 
 
-def export_run(run_folder: Path, which: str = "last", skip_existing: bool = False) -> None:
+def export_run(run_folder: Path, config: CheckpointConfig, skip_existing: bool = False) -> None:
     """Export a checkpoint of a finished run in bf16 to RUN_FOLDER/huggingface, on rank 0.
 
     Args:
         run_folder: Folder of the run.
-        which: Value of checkpoint.export_checkpoint.
+        config: Which weights to export.
         skip_existing: Whether to keep an existing export of the same checkpoint.
 
     Raises:
@@ -172,15 +184,19 @@ def export_run(run_folder: Path, which: str = "last", skip_existing: bool = Fals
     try:
         checkpoints = run_folder / "checkpoints"
         with errors_about("checkpoint.export_checkpoint"):
-            chosen = best_checkpoint(checkpoints) if which == "best" else latest_per_step(checkpoints)[0]
-        if skip_existing and is_export_of(out, chosen):
+            chosen = (
+                best_checkpoint(checkpoints) if config.export_checkpoint == "best" else latest_per_step(checkpoints)[0]
+            )
+        if skip_existing and is_export_of(out, chosen, config.export_averaged):
             return
         if is_adapter(chosen):
-            write_peft(chosen, out)
+            write_peft(chosen, out, config.export_averaged)
         else:
-            HfExport.open(chosen, torch.bfloat16).write(out, _SHARD_BYTES, lambda num_bytes: None)
+            export = HfExport.open(chosen, torch.bfloat16, averaged=config.export_averaged)
+            export.write(out, _SHARD_BYTES, lambda num_bytes: None)
     except (OSError, CorruptError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         message = f"{out} could not be written ({reason}); rerun the same command to retry"
         raise ConfigError("checkpoint.export_huggingface", message) from None
-    console.info(f"exported {chosen.name} to {out}")
+    averaged = " (averaged weights)" if config.export_averaged else ""
+    console.info(f"exported {chosen.name}{averaged} to {out}")

@@ -153,7 +153,11 @@ class CheckpointManager:
         names = saved.rng if dist.get_rank() < saved.world_size else []
         fresh = devices.rng_state(self.device)
         rng = {name: torch.empty_like(fresh[name]) for name in names if name in fresh}
-        load(point.path, saved_tensors(self.tensors(), rng), self.stored_names | {"stability", "rng"})
+        load(
+            point.path,
+            saved_tensors(self.tensors(), rng),
+            self.stored_names | {"average/num_updates", "stability", "rng"},
+        )
         self.after_load()
         devices.set_rng_state(self.device, rng)
         state.resume_from(saved)

@@ -6,12 +6,15 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, get_origin, get_type_hints
 
+from torch import Tensor
+
 from models import MODELS
 from models.spec import ModelSpec, SizeError, meta_model, saved_weights
 from trainer.checkpoint import manifest
 from trainer.checkpoint.commit import Tensors, require_match
 from trainer.checkpoint.manifest import CorruptError
-from trainer.checkpoint.storage import TensorMetadata, read_index
+from trainer.checkpoint.storage import Read, TensorMetadata, read_index, read_slice
+from trainer.config import ConfigError
 from trainer.data.tokenizer.backends import TOKENIZERS
 from trainer.system.checkpoint_folder import MODEL_FILE
 from trainer.system.files import LARGEST_JSON, parse_json_object
@@ -92,6 +95,21 @@ def model_index(checkpoint: Path, spec: ModelSpec, sizes: Any) -> dict[str, Tens
     weights = {f"model/{name}": value for name, value in saved_weights(meta_model(spec.model, sizes)).items()}
     require_parameters(checkpoint, index, weights)
     return index
+
+
+def averaged_index(folder: Path, index: Mapping[str, TensorMetadata]) -> tuple[dict[str, TensorMetadata], Read]:
+    """Return the index of a checkpoint's model, and its reader, with averaged weights in place of the trained parameters. index:
+    of the parameters. Raises ConfigError if the checkpoint has no averages, or CorruptError."""
+    stored = read_index(folder)
+    names = {key: name for key in index if (name := f"average/{key.removeprefix('model/')}") in stored}
+    if not names:
+        raise ConfigError("", f"{folder} contains no averaged weights: its run had no [optimizer] ema_decay")
+
+    def read(tensors: Any, key: str, ranges: tuple[slice, ...]) -> Tensor:
+        name, at, offsets = key.partition("@")
+        return read_slice(tensors, names.get(name, name) + at + offsets, ranges)
+
+    return {key: stored[names.get(key, key)] for key in index}, read
 
 
 def require_parameters(folder: Path, index: Mapping[str, TensorMetadata], parameters: Tensors) -> None:

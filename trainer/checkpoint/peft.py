@@ -214,11 +214,11 @@ def _dropped_rows(names: PeftNames, read: Callable[[str], Tensor], trained: Tens
                 yield f"{key} has nonzero rows that are not trained by this run"
 
 
-def write_peft(checkpoint: Path, out: Path) -> None:
+def write_peft(checkpoint: Path, out: Path, averaged: bool = False) -> None:
     """Write the adapter of a checkpoint in the format of the package peft, with its tokenizer and chat template. If several
     matrices are stored as one tensor, their adapters become one adapter, whose second matrix is block-diagonal. Replaces `out`.
-    Raises CorruptError or ConfigError."""
-    adapter = AdapterCheckpoint.open(checkpoint, alone=True)
+    averaged: whether to write the averaged weights. Raises CorruptError or ConfigError."""
+    adapter = AdapterCheckpoint.open(checkpoint, alone=True, averaged=averaged)
     config, names = adapter.config, PeftNames(adapter.spec, adapter.sizes, adapter.text_model)
     require_peft_support(names, adapter.trained)
     files = exported_files(checkpoint, adapter.metadata)
@@ -264,7 +264,7 @@ def write_peft(checkpoint: Path, out: Path) -> None:
         "inference_mode": True,
     }
     with atomic_folder(out) as folder:
-        write_safetensors(folder / PEFT_TENSORS, entries, export_metadata(checkpoint))
+        write_safetensors(folder / PEFT_TENSORS, entries, export_metadata(checkpoint, averaged))
         (folder / PEFT_CONFIG).write_text(json.dumps(content, indent=2) + "\n")
         for name, file in files.items():
             (folder / name).write_bytes(file)

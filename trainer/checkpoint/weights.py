@@ -17,7 +17,7 @@ from trainer.checkpoint import commit, manifest, resume
 from trainer.checkpoint.commit import Tensors, require_match
 from trainer.checkpoint.huggingface import HfModelFolder
 from trainer.checkpoint.manifest import CorruptError
-from trainer.checkpoint.model_metadata import ModelMetadata, model_index
+from trainer.checkpoint.model_metadata import ModelMetadata, averaged_index, model_index
 from trainer.checkpoint.storage import Read, TensorMetadata, read_regions, read_rows, read_slice
 from trainer.config import CheckpointConfig, ConfigError, errors_about
 from trainer.config.fields import matching
@@ -44,11 +44,24 @@ class WeightSource:
     alone: bool
     """Whether only this rank reads the folder, so that no method is collective."""
     hf_folder: HfModelFolder | None = None
+    averaged: bool = False
+    """Whether the parameters are the averages of a run ([optimizer] ema_decay)."""
 
     @classmethod
-    def open(cls, folder: Path, spec: ModelSpec | None = None, alone: bool = False) -> "WeightSource":
-        """Verify the folder, collectively unless `alone`. spec: expected model family, or None for any family. Raises ConfigError
-        if the folder is damaged or contains no model."""
+    def open(
+        cls, folder: Path, spec: ModelSpec | None = None, alone: bool = False, averaged: bool = False
+    ) -> "WeightSource":
+        """Verify the folder, collectively unless only this rank opens it.
+
+        Args:
+            folder: Checkpoint, or model in Hugging Face's format.
+            spec: Expected model family, or None for any family.
+            alone: Whether only this rank opens the folder.
+            averaged: Whether to read the averages of the run instead of its last weights.
+
+        Raises:
+            ConfigError: The folder is damaged, or contains no such weights.
+        """
         if is_checkpoint(folder):
             with manifest.damage_as_config_error(folder):
                 if problem := resume.verify(folder, alone=alone):
@@ -59,9 +72,21 @@ class WeightSource:
                         "contains only an adapter; scripts/convert_hf.py merge writes the complete model"
                     )
                 own, sizes = metadata.spec_and_sizes()
-                index = model_index(folder, own, sizes)
-            return cls(folder=folder, spec=own, sizes=sizes, index=index, read=read_slice, alone=alone)
+                index, read = model_index(folder, own, sizes), read_slice
+                if averaged:
+                    index, read = averaged_index(folder, index)
+            return cls(
+                folder=folder,
+                spec=own,
+                sizes=sizes,
+                index=index,
+                read=read,
+                alone=alone,
+                averaged=averaged,
+            )
         if (folder / "config.json").exists():
+            if averaged:
+                raise ConfigError("", f"{folder} contains no averaged weights: it is no checkpoint of a run")
             hf = HfModelFolder.open(folder, spec)
             index = {f"model/{name}": stored for name, stored in hf.index.items()}
             return cls(
@@ -89,7 +114,8 @@ class WeightSource:
         """Return a hash of the content of the weight files, collectively unless `alone`. Each rank reads some of them. Raises
         OSError."""
         if self.hf_folder is None:
-            return digest_of(self.folder / manifest.NAME)  # it contains the hashes of all files
+            of_files = digest_of(self.folder / manifest.NAME)  # it contains the hashes of all files
+            return digest(f"averaged {of_files}".encode()) if self.averaged else of_files
         files = self.hf_folder.files()
         rank, ranks = (0, 1) if self.alone else (dist.get_rank(), dist.get_world_size())
         own = [(file, digest_of(self.folder / file)) for file in files[rank::ranks]]
@@ -181,7 +207,8 @@ def open_initial_weights(config: CheckpointConfig, spec: ModelSpec, sizes: Any, 
 def _open_initial(config: CheckpointConfig, spec: ModelSpec, sizes: Any) -> WeightSource:
     """Open checkpoint.init_from, collectively. Raises ConfigError if it is damaged or contains a different model."""
     # Only rank 0 resolves the folder, because the source run may still write newer checkpoints.
-    weights = WeightSource.open(run_on_rank_0(lambda: resolve_checkpoint(Path(config.init_from))), spec)
+    folder = run_on_rank_0(lambda: resolve_checkpoint(Path(config.init_from)))
+    weights = WeightSource.open(folder, spec, averaged=config.init_averaged)
     stored = asdict(weights.sizes)
     if config.resize_embeddings and stored.get("vocab_size", 0) < sizes.vocab_size:
         stored["vocab_size"] = sizes.vocab_size

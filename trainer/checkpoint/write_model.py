@@ -55,9 +55,11 @@ def group_by_file(entries: list[TensorWrite], max_bytes: int) -> list[list[Tenso
     return groups
 
 
-def export_metadata(checkpoint: Path) -> dict[str, str]:
-    """Return the metadata of the safetensors files in an export of a checkpoint. They identify the checkpoint. Raises OSError."""
-    return {"format": "pt", "meshwright_checkpoint": digest_of(checkpoint / manifest.NAME)}
+def export_metadata(checkpoint: Path, averaged: bool) -> dict[str, str]:
+    """Return the metadata of the safetensors files in an export of a checkpoint. They identify the checkpoint, and say whether
+    its averaged weights were exported. Raises OSError."""
+    metadata = {"format": "pt", "meshwright_checkpoint": digest_of(checkpoint / manifest.NAME)}
+    return metadata | {"meshwright_weights": "averaged"} if averaged else metadata
 
 
 def layer_order(name: str) -> list[tuple[int, str]]:

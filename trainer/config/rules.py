@@ -80,6 +80,8 @@ def _rules(config: Config) -> Iterator[tuple[str, object, str]]:
     yield "checkpoint.init_from", config.lora.rank and not config.checkpoint.init_from, "is required with [lora] rank"
     message = "cannot be combined with [lora] rank, which keeps the base model unchanged"
     yield "checkpoint.init_exclude", config.lora.rank and config.checkpoint.init_exclude, message
+    message = "cannot be combined with [lora] rank; scripts/convert_hf.py to-hf --averaged writes a base model"
+    yield "checkpoint.init_averaged", config.lora.rank and config.checkpoint.init_averaged, message
     message = "best needs [evaluation] keep_best_on and interval_steps, which choose the best checkpoint"
     yield "checkpoint.export_checkpoint", _wants_best(config.checkpoint.export_checkpoint, config), message
     yield "checkpoint.load_step", _wants_best(config.checkpoint.load_step, config), message

@@ -152,6 +152,7 @@ class TextGenerator:
         max_seq_len: int,
         chat_template: str,
         base: Path | None = None,
+        averaged: bool = False,
     ) -> "TextGenerator":
         """Load the model and shard its matrices over all ranks, collectively.
 
@@ -162,12 +163,13 @@ class TextGenerator:
             max_seq_len: Maximum total number of tokens in the prompt and the answer. 0: the sequence length used in training.
             chat_template: Name or file of a chat template, or "" for the model's own template.
             base: See open_weights.
+            averaged: See open_weights.
 
         Raises:
             ConfigError: The model cannot be loaded, or the KV cache does not fit into memory.
         """
         folder = run_on_rank_0(partial(resolve_checkpoint, folder))
-        weights = open_weights(folder, base)
+        weights = open_weights(folder, base, averaged=averaged)
         tokenizer, own_template, trained_seq_len = load_text(weights)
         max_seq_len = max_seq_len or trained_seq_len
         sizes, ranks = weights.sizes.for_seq_len(max_seq_len), dist.get_world_size()

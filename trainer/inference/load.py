@@ -25,6 +25,7 @@ def load_model(
     path: str | Path,
     *,
     base: str | Path | None = None,
+    averaged: bool = False,
     dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
     max_seq_len: int = 0,
@@ -35,6 +36,7 @@ def load_model(
         path: Checkpoint, run folder (its newest checkpoint is loaded; with "@best" at the end of the path, its best one), or
             model folder in Hugging Face's format. A checkpoint that contains only an adapter is merged with its base model.
         base: Folder of the base model, if the checkpoint contains only an adapter and the base has moved since the training.
+        averaged: Whether to load the averaged weights of the run ([optimizer] ema_decay) instead of its last ones.
         dtype: Type of the parameters.
         device: Device of the parameters.
         max_seq_len: Length of the sequences, on which LongRoPE depends. 0: the sequence length used in training.
@@ -57,7 +59,8 @@ def load_model(
             "", f"max_seq_len {max_seq_len}: must be at least 1, or 0 for the sequence length of training"
         )
     chosen = existing_device(device)
-    weights = open_weights(resolve_checkpoint(Path(path)), None if base is None else Path(base), alone=True)
+    checkpoint = resolve_checkpoint(Path(path))
+    weights = open_weights(checkpoint, None if base is None else Path(base), True, averaged)
     tokenizer, _, trained_seq_len = load_text(weights)
     sizes = weights.sizes.for_seq_len(max_seq_len or trained_seq_len)
     model = build_model(weights, sizes, dtype, chosen)

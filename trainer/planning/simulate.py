@@ -270,6 +270,10 @@ def _register_preallocated(
         recorder.register(tensor, "activations", host=True)
     for parameter in engine.parameters.values():
         recorder.register(parameter.detach(), "parameters", offloaded)
+    averages = {} if engine.average is None else engine.average.state()
+    on_host = offloaded or (on_gpu and engine.config.optimizer.offload != "none")
+    for tensor in averages.values():
+        recorder.register(tensor, "optimizer", on_host)
     for tensor in engine.optimizer.state().values():
         recorder.register(tensor, "optimizer", offloaded)
     gc.collect()

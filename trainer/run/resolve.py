@@ -54,7 +54,7 @@ class ResolvedRun:
     groups: tuple[Group, ...]
     """The parameter groups of the complete model."""
     state_bytes: float
-    """Bytes of optimizer state per trained value: the mean."""
+    """Bytes of optimizer state and averaged weights per trained value: the mean."""
     fp32_moments: str
     """Part of the matrices to which 8-bit moments do not apply, and why. "": none."""
     compiled: bool
@@ -136,7 +136,7 @@ def resolve(config: Config, world_size: int) -> ResolvedRun:
         trained=trained,
         num_trained=num_trained,
         groups=groups,
-        state_bytes=state_bytes / num_trained,
+        state_bytes=state_bytes / num_trained + (4 if config.optimizer.ema_decay else 0),
         fp32_moments=fp32_moments,
         flops_per_token=trained.flops_per_token(model, training.seq_len),
         fingerprint=_fingerprint(config) | {FAMILY: family} | dimensions | _adapters_of_experts(trained, model),
@@ -231,6 +231,8 @@ def _fingerprint(config: Config) -> dict[str, Any]:
     if config.trained_dtype == "bf16":
         # If this changed, the resumed run would lose the copy, or have none to load.
         fingerprint["fp32 copy of the parameters ([optimizer] offload)"] = config.optimizer.offload != "none"
+    if config.optimizer.ema_decay is not None:  # a checkpoint without averages cannot continue them
+        fingerprint["average of the weights ([optimizer] ema_decay)"] = True
     return fingerprint
 
 

@@ -172,7 +172,7 @@ def already_finished(config: Config, state: TrainState, stopped_early: str = "")
         return False
     console.info(f"{config.run.name} {end}")
     if config.checkpoint.export_huggingface:
-        export_run(config.run.folder, config.checkpoint.export_checkpoint, skip_existing=True)
+        export_run(config.run.folder, config.checkpoint, skip_existing=True)
     return True
 
 
@@ -270,6 +270,8 @@ def log_summary(
     )
     for group in resolved.groups:
         console.info(f"optimizer: {group}")
+    if config.optimizer.ema_decay is not None:
+        console.info(f"optimizer: average of the weights, decay {config.optimizer.ema_decay:g}")
     if resolved.fp32_moments:
         console.warning(resolved.fp32_moments)
     for line in adapter_notes(config, resolved):

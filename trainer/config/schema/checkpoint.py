@@ -33,6 +33,8 @@ class CheckpointConfig:
     init_from: str = ""
     """Path of a new run's initial weights: a run folder (its newest checkpoint; with @best at the end of the path, its best one),
     checkpoint or Hugging Face model folder. Empty: random weights."""
+    init_averaged: Annotated[bool, INITIALIZED] = False
+    """Whether to take the averaged weights of the checkpoint ([optimizer] ema_decay)."""
     resize_embeddings: Annotated[bool, INITIALIZED] = False
     """Whether to accept weights with a smaller vocabulary. New embedding and output rows become the mean of the loaded rows."""
     init_exclude: Annotated[tuple[str, ...], INITIALIZED] = ()
@@ -40,6 +42,10 @@ class CheckpointConfig:
     export_huggingface: Annotated[bool, Constraint(only_with="[checkpoint] enabled")] = False
     """Whether to also write the model to the run folder in Hugging Face format after the last step; with [lora] rank, only the
     adapter, in the format of the package peft."""
+    export_averaged: Annotated[
+        bool, Constraint(only_with="[checkpoint] export_huggingface and [optimizer] ema_decay")
+    ] = False
+    """Whether export_huggingface writes the averaged weights."""
     export_checkpoint: Annotated[Literal["last", "best"], Constraint(only_with="[checkpoint] export_huggingface")] = (
         "last"
     )

@@ -8,6 +8,7 @@ from trainer.config.schema.constraint import PER_NODE, Constraint, Steps, StepsO
 
 PROFILED = Constraint(only_with="[profiling] first_step")
 SENT = Constraint(only_with="[metrics] sinks = wandb or mlflow or trackio")
+AVERAGED = Constraint(only_with="[optimizer] ema_decay")
 PROMPTED = Constraint(only_with="[samples] prompts")
 
 
@@ -19,6 +20,8 @@ class EvaluationConfig:
     """Maximum number of samples per dataset in one evaluation; 0: all samples."""
     datasets: Annotated[Mapping[str, str], PER_NODE] = field(default_factory=dict)
     """Datasets used for evaluation only, in addition to held-out documents: datasets = { wiki = "jsonl:/data/wiki.jsonl" }."""
+    averaged: Annotated[bool, AVERAGED] = False
+    """Whether evaluations and samples use the averaged weights."""
     keep_best_on: Annotated[
         str, Constraint(only_with="[checkpoint] enabled", used_with="[evaluation] interval_steps")
     ] = ""

@@ -61,6 +61,9 @@ class OptimizerConfig:
     state_dtype: Annotated[Literal["fp32", "bf16", "8bit"], FIXED] = "fp32"
     """Precision of the moments. Updates are computed in fp32. bf16 halves the memory, but for betas above about 0.99 small
     changes are lost to rounding. 8bit quarters the memory of matrices whose row length is a multiple of 256."""
+    ema_decay: Annotated[float | None, Constraint(exclusive_min=0, max=0.9999999)] = None
+    """Decay rate of an exponential moving average of the weights, such as 0.999, in fp32 and saved with each checkpoint
+    ([evaluation] averaged, [checkpoint] export_averaged). After n steps it is at most (1 + n) / (10 + n). "none": no average."""
     offload: Literal["none", "state", "state_and_gradients"] = "none"
     """Tensors to keep in host memory; the CPU then computes the update. "state": the moments and an fp32 copy of the parameters.
     Gradients are copied when the update starts. "state_and_gradients": the same, but gradients are copied during backward."""
