@@ -223,11 +223,24 @@ class Engine:
         """Context manager in which the model has the weights to evaluate: the averages, if [evaluation] averaged says so."""
         return self.average.in_use(self.model_parts.values()) if self.config.evaluation.averaged else nullcontext()
 
+    @property
+    def host_tensors(self) -> list[Tensor]:
+        """The tensors that are offloaded to host memory."""
+        offloaded = [*self.optimizer.host_tensors]
+        return offloaded + [*self.average.averages.values()] if offloaded and self.average else offloaded
+
+    def optimizer_tensors(self) -> dict[str, Tensor]:
+        """Return the state of the optimizer and the averages of the weights, as `tensors` does."""
+        averages = {} if self.average is None else self.average.state()
+        return {
+            f"{group}/{name}": tensor
+            for group, state in (("optimizer", self.optimizer.state()), ("average", averages))
+            for name, tensor in state.items()
+        }
+
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors that are saved in checkpoints, by their names in the checkpoint. The tensors are not copied. Frozen
         parameters are not saved."""
         tensors = {f"model/{name}": w.detach() for name, w in self.weights.items() if name in self.saved_names}
-        tensors |= {f"optimizer/{name}": tensor for name, tensor in self.optimizer.state().items()}
-        if self.average is not None:
-            tensors |= {f"average/{name}": tensor for name, tensor in self.average.state().items()}
+        tensors |= self.optimizer_tensors()
         return tensors | {f"stability/{name}": tensor for name, tensor in self.guard.state().items()}

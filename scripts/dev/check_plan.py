@@ -71,6 +71,10 @@ MATRIX = [
     "tp=2 lora.rank=8 checkpoint.init_from=. training.compute_dtype=bf16",
     "dp_shard=2 preference.loss=simpo data.dataset=preference data.packing=none data.long_documents=drop "
     "data.document_mask=true",
+    "dp_shard=2 optimizer.name=muon",
+    "dp_shard=2 optimizer.name=muon training.compute_dtype=bf16 activation_checkpoint.mode=full",
+    "tp=2 optimizer.name=muon",
+    "dp_replicate=2 dp_shard=2 optimizer.name=muon optimizer.ema_decay=0.99",
     "dp_shard=2 optimizer.state_dtype=8bit activation_checkpoint.mode=full activation_checkpoint.offload_inputs=true",
 ]
 
@@ -86,6 +90,7 @@ EXPERT_MATRIX = [
     "dp_shard=2 ep=2 activation_checkpoint.mode=selective",
     "dp_shard=2 ep=2 training.compute_dtype=bf16",
     "dp_shard=4 ep=2 optimizer.state_dtype=8bit",
+    "dp_shard=2 ep=2 optimizer.name=muon",
     "tp=2 ep=2 activation_checkpoint.mode=full training.compute_dtype=bf16",
 ]
 

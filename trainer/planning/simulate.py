@@ -264,17 +264,13 @@ def _register_preallocated(
         offloaded: Whether parameters and optimizer state are in host memory.
         buffers: Buffers in host memory.
     """
-    for tensor in engine.optimizer.host_tensors:
+    for tensor in engine.host_tensors:
         recorder.register(tensor, "optimizer", host=on_gpu)
     for tensor in buffers if on_gpu else ():
         recorder.register(tensor, "activations", host=True)
     for parameter in engine.parameters.values():
         recorder.register(parameter.detach(), "parameters", offloaded)
-    averages = {} if engine.average is None else engine.average.state()
-    on_host = offloaded or (on_gpu and engine.config.optimizer.offload != "none")
-    for tensor in averages.values():
-        recorder.register(tensor, "optimizer", on_host)
-    for tensor in engine.optimizer.state().values():
+    for tensor in engine.optimizer_tensors().values():
         recorder.register(tensor, "optimizer", offloaded)
     gc.collect()
     for tensor in gc.get_objects():

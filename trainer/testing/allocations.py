@@ -150,7 +150,7 @@ def measure(argv: Sequence[str], repeats: int) -> Counter[str]:
                     _label(parameter, "parameters")
                     if parameter.grad is not None:
                         _label(parameter.grad, "gradients")
-                for tensor in (*engine.optimizer.state().values(), *engine.optimizer.host_tensors):
+                for tensor in (*engine.optimizer_tensors().values(), *engine.host_tensors):
                     _label(tensor, "optimizer")
             engine.optimizer.start_step(1e-4)
         _wait_for_threads()
