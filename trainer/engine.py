@@ -227,7 +227,7 @@ class Engine:
     def host_tensors(self) -> list[Tensor]:
         """The tensors that are offloaded to host memory."""
         offloaded = [*self.optimizer.host_tensors]
-        return offloaded + [*self.average.averages.values()] if offloaded and self.average else offloaded
+        return [*offloaded, *self.average.averages.values()] if offloaded and self.average else offloaded
 
     def optimizer_tensors(self) -> dict[str, Tensor]:
         """Return the state of the optimizer and the averages of the weights, as `tensors` does."""

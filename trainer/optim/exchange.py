@@ -28,7 +28,7 @@ class Sharding:
 
     @property
     def ranks(self) -> list[int]:
-        return [0] if self.group is None else dist.get_process_group_ranks(self.group)
+        return [dist.get_rank()] if self.group is None else dist.get_process_group_ranks(self.group)
 
     @property
     def rank(self) -> int:

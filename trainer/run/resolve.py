@@ -110,7 +110,8 @@ def resolve(config: Config, world_size: int) -> ResolvedRun:
     tensors = trained.tensors(model)
     num_trained = sum(p.numel() for p in tensors.values())
     biases = {n for n in trained.fully if is_bias(model, n)}
-    groups = resolve_groups(config.optimizer, tensors, biases, _muon_matrices(model, plan), _untrained(model, trained))
+    muon_matrices = _muon_matrices(model, plan)
+    groups = resolve_groups(config.optimizer, tensors, biases, muon_matrices, _untrained(model, trained))
     rules = {n: RULES[group.rule] for group in groups for n in group.names}
     state_bytes = sum(rules[n].state_bytes(p, n in biases, config.optimizer) for n, p in tensors.items())
     fp32_moments = ""
@@ -139,7 +140,11 @@ def resolve(config: Config, world_size: int) -> ResolvedRun:
         state_bytes=state_bytes / num_trained + (4 if config.optimizer.ema_decay else 0),
         fp32_moments=fp32_moments,
         flops_per_token=trained.flops_per_token(model, training.seq_len),
-        fingerprint=_fingerprint(config) | {FAMILY: family} | dimensions | _adapters_of_experts(trained, model),
+        fingerprint=_fingerprint(config)
+        | {FAMILY: family}
+        | dimensions
+        | _adapters_of_experts(trained, model)
+        | _given_to_adamw(config, groups, muon_matrices),
         shared=_values(config, lambda setting: not setting.constraint.per_node)
         | {"compile.enabled": compiled, "model.type": spec.huggingface.model_type, **dimensions},
     )
@@ -148,6 +153,15 @@ def resolve(config: Config, world_size: int) -> ResolvedRun:
 def _muon_matrices(model: Model, plan: ParallelPlan) -> set[str]:
     """Return the names of the matrices that Muon may update: those of products with hidden states, inside the blocks."""
     return {name for name in adaptable_weights(model) if name.startswith(f"{plan.blocks_path}.")}
+
+
+def _given_to_adamw(config: Config, groups: Collection[Group], muon_matrices: Collection[str]) -> dict[str, str]:
+    """Return an entry of the fingerprint if Muon updates matrices: a matrix whose rule changes would lack its state."""
+    if config.optimizer.name != "muon":
+        return {}
+    given = [name for group in groups if group.rule == "adamw" for name in group.names if name in muon_matrices]
+    key = "number of matrices that [optimizer] groups gives to adamw"
+    return {key: f"{len(given)}, such as {given[0]}" if given else "0"}
 
 
 def _untrained(model: Model, trained: TrainedParameters) -> dict[str, str]:
