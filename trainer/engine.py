@@ -109,6 +109,7 @@ class Engine:
         """
         require_complete(objective)
         self.config = config
+        self.width_ratio = resolved.width_ratio
         self.device = device
         self.model_parts = model_parts
         parameter_device = torch.device("cpu") if config.parallel.cpu_offload else device
@@ -175,7 +176,7 @@ class Engine:
     def initialize(self, loaded: Collection[str]) -> None:
         """Set the initial values of all weights except those in `loaded`, whose values are loaded afterwards."""
         for part in self.model_parts.values():
-            initialize(part, self.config.run.seed, loaded, self.config.lora)
+            initialize(part, self.config.run.seed, loaded, self.config.lora, self.width_ratio)
         self.optimizer.sync_master_weights(state_loaded=False)
 
     def step(
