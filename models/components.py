@@ -1,7 +1,7 @@
 """Components of a decoder: norms, feed-forward layers, attention, embedding and output.
 
-A module states facts about itself in class variables: TENSOR, BUFFERS and BIASES, which models/spec.py explains, and
-INTO_RESIDUAL, the names of its matrices whose products are added to the residual stream.
+A module states facts about itself in class variables: TENSOR, BUFFERS and BIASES, which models/spec.py explains, WIDTH
+(models/width.py), and INTO_RESIDUAL, the names of its matrices whose products are added to the residual stream.
 """
 
 from collections.abc import Callable
@@ -225,6 +225,8 @@ class ScaledEmbedding(nn.Embedding):
 class Output(nn.Linear):
     """Projection to the vocabulary. The head runs inside this module, because FSDP gathers the weight only for this module. The
     weight may have a higher precision than the hidden states."""
+
+    WIDTH: ClassVar = "output"
 
     def __init__(self, dim: int, vocab_size: int, softcap: float | None = None):
         """softcap: limit of the logits: softcap * tanh(logit / softcap) replaces a logit."""

@@ -29,6 +29,7 @@ class DeepSeekSizes(GroupedMixtureSizes):
     """`head_dim` is the number of rotated dims of a head's queries and keys."""
 
     ROPE_TYPES: ClassVar = ("default", "yarn")
+    GROWING: ClassVar = (*GroupedMixtureSizes.GROWING, "q_lora_rank", "kv_lora_rank")
     norm_eps: float = 1e-6
     attention_bias: bool = False
     """Whether the projections from and to the residual stream have biases, except that of queries that are not compressed."""

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -67,6 +68,8 @@ class Gemma3Sizes(GemmaSizes):
 
 class GemmaEmbedding(ScaledEmbedding):
     """An embedding multiplied by sqrt(dim), which is rounded to the dtype of the table."""
+
+    WIDTH: ClassVar = "scaled_input"
 
     def forward(self, tokens: Tensor) -> Tensor:
         return nn.Embedding.forward(self, tokens) * torch.tensor(self.scale, dtype=self.weight.dtype).item()

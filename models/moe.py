@@ -32,6 +32,8 @@ class Routing(NamedTuple):
 class Router(nn.Module):
     """Chooses the experts of each token by the largest softmax scores."""
 
+    WIDTH: ClassVar = "output"
+
     def __init__(self, sizes: MixtureSizes):
         super().__init__()
         self.experts_per_token = sizes.experts_per_token

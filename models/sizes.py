@@ -56,6 +56,8 @@ class Sizes:
     """Supported extensions of the context window, keys of ROPES."""
     ALWAYS_USED: ClassVar[tuple[str, ...]] = ()
     """Sizes of an extension that the family uses without an extension too."""
+    GROWING: ClassVar[tuple[str, ...]] = ("dim", "n_heads", "n_kv_heads", "hidden_dim")
+    """Sizes that are in proportion to dim in wider models (models/width.py). Heads keep their width."""
     dim: int
     n_layers: int
     n_heads: int
@@ -96,6 +98,14 @@ class Sizes:
     def for_seq_len(self, seq_len: int) -> Self:
         """Return the sizes for sequences of this length."""
         return self
+
+    def of_width(self, dim: int) -> dict[str, int]:
+        """Return the sizes that grow, of a model of another dim. Raises SizeError if one would not be an integer."""
+        grown = {name: value for name in self.GROWING if (value := getattr(self, name)) is not None}
+        for name, value in grown.items():
+            if value * dim % self.dim:
+                raise SizeError(f"{name} {value} x {dim} / dim {self.dim} must be an integer", name)
+        return {name: value * dim // self.dim for name, value in grown.items()}
 
     @property
     def context_window(self) -> int:
@@ -264,6 +274,7 @@ class MixtureSizes(DecoderSizes):
 class PartlySparseSizes(MixtureSizes):
     """Sizes of a family in which only some layers are mixtures of experts."""
 
+    GROWING: ClassVar = (*Sizes.GROWING, "expert_hidden_dim")
     sparse_layers: tuple[bool, ...] = (True,)
     """Whether each layer is a mixture of experts, in order and repeated up to n_layers. Otherwise it is a feed-forward layer of
     the width hidden_dim."""

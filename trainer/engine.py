@@ -111,6 +111,7 @@ class Engine:
         """
         require_complete(objective)
         self.config = config
+        self.width_ratio = resolved.width_ratio
         self.device = device
         self.model_parts = model_parts
         parameter_device = torch.device("cpu") if config.parallel.cpu_offload else device
@@ -178,7 +179,7 @@ class Engine:
     def initialize(self, loaded: Collection[str]) -> None:
         """Set the initial values of all weights except those in `loaded`, whose values are loaded afterwards."""
         for part in self.model_parts.values():
-            initialize(part, self.config.run.seed, loaded, self.config.lora)
+            initialize(part, self.config.run.seed, loaded, self.config.lora, self.width_ratio)
         self.start_optimizer()
 
     def start_optimizer(self) -> None:

@@ -19,9 +19,10 @@ from trainer.config.fields import settings
 from trainer.config.toml_text import toml_value
 
 _COMMANDS = sorted(f"scripts/{path.name}" for path in (ROOT / "scripts").glob("*.py"))
-_MAY_FAIL = ("scripts/checkpoint.py", "scripts/compare_runs.py", "scripts/parity.py")
+_MAY_FAIL = ("scripts/checkpoint.py", "scripts/compare_runs.py", "scripts/coordinate_check.py", "scripts/parity.py")
 """Commands that exit with code 1 if they find a difference or damage."""
 _ONLY_INVALID = {
+    "scripts/coordinate_check.py",
     "scripts/find_lr.py",
     "scripts/generate.py",  # ends its process, which is that of the tests
     "scripts/leak_probe.py",

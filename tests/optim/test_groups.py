@@ -8,6 +8,7 @@ from trainer.config.load import load_config
 from trainer.optim.groups import resolve_groups
 from trainer.optim.optimizer import build_optimizer
 from trainer.run.resolve import resolve
+from trainer.run.run_folder import width_transfer
 
 DEBUG = ["--data.dataset", "python_stdlib"]
 
@@ -144,6 +145,77 @@ def test_a_group_may_return_a_matrix_to_adamw_but_not_give_another_parameter_to_
 def test_muon_has_a_rate_of_its_own():
     groups = resolve(load_config([*DEBUG, *MUON, "--optimizer.lr", "0.001", "--optimizer.muon_lr", "0.02"]), 1).groups
     assert {group.rule: group.lr for group in groups} == {"adamw": 1.0, "muon": pytest.approx(20.0)}
+
+
+def by_name(*argv):
+    """Return name -> (factor of the rate, decay) of some parameters. The model is four times as wide as the base."""
+    groups = resolve(load_config([*DEBUG, "--optimizer.base_width", "32", *argv]), 1).groups
+    found = {name: (group.lr, pytest.approx(group.weight_decay)) for group in groups for name in group.names}
+    names = {"embedding": "tok_embeddings.weight", "norm": "norm.weight", "output": "output.weight"}
+    names |= {"hidden": "layers.0.attention.wq.weight", "router": "layers.1.feed_forward.router.weight"}
+    names |= {"experts": "layers.1.feed_forward.experts.w2"}
+    return {kind: found[name] for kind, name in names.items() if name in found}
+
+
+ADAMW = {"embedding": (1.0, 0.1), "norm": (1.0, 0.0), "output": (0.25, 0.4)}
+WIDTHS = {
+    "": {**ADAMW, "hidden": (0.25, 0.4)},
+    "--optimizer.name muon": {**ADAMW, "hidden": (0.5, 0.2)},
+    "--optimizer.name muon --optimizer.muon_scale original": {**ADAMW, "hidden": (1.0, 0.1)},
+    "--optimizer.name muon --optimizer.muon_scale unit_rms --optimizer.muon_lr 6e-3": {**ADAMW, "hidden": (2.0, 0.1)},
+    "--optimizer.groups.*.wq.weight lr=3 --optimizer.groups.output.* decay=0.3": {
+        **{**ADAMW, "output": (0.25, 1.2)},
+        "hidden": (0.75, 0.4),
+    },
+    "--model.name deepseek-v3": {**ADAMW, "router": (0.25, 0.4), "experts": (0.25, 0.4)},
+    "--model.name deepseek-v3 --optimizer.name muon": {**ADAMW, "router": (0.25, 0.4), "experts": (0.5, 0.2)},
+    "--model.name gemma2 --model.overrides.tied_embeddings false": {
+        **{**ADAMW, "embedding": (0.5, 0.2)},
+        "hidden": (0.25, 0.4),
+    },
+}
+
+
+@pytest.mark.parametrize("argv", WIDTHS)
+def test_rates_follow_the_width_by_rule_and_kind_and_a_step_decays_as_at_the_base_width(argv):
+    assert by_name(*argv.split()) == WIDTHS[argv]
+
+
+def test_the_log_names_the_factors_of_the_width():
+    config = load_config([*DEBUG, "--optimizer.base_width", "32"])
+    resolved = resolve(config, 1)
+    assert [str(group).split(":")[0] for group in resolved.groups] == [
+        "adamw, lr x 1, decay 0.1",
+        "adamw, lr x 1, decay 0",
+        "adamw, lr x 0.25 (x 0.25 for the width), decay 0.4",
+    ]
+    line = "width: dim 128, rates tuned at 32"
+    assert width_transfer(config, resolved) == (
+        f"{line}; initial values: tok_embeddings.weight x 2, output.weight x 0.5, others x 1"
+    )
+    loaded = load_config([*DEBUG, "--optimizer.base_width", "32", "--checkpoint.init_from", "."])
+    assert width_transfer(loaded, resolve(loaded, 1)) == f"{line}; loaded weights keep their values"
+
+
+NO_WIDTHS = {
+    "--lora.rank 4 --checkpoint.init_from .": (
+        "--optimizer.base_width 15: is incompatible with [lora] rank: the matrices of adapters do not have the width of the model"
+    ),
+    "--model.overrides.tied_embeddings true": (
+        "optimizer.base_width: needs [model] overrides.tied_embeddings = false: at larger widths, the output needs smaller "
+        "values and rates, the embedding does not; they share a matrix"
+    ),
+    "": (
+        "optimizer.base_width: must be at least 16, the width of llama3/debug with one head instead of 8: heads keep their width"
+    ),
+}
+
+
+@pytest.mark.parametrize("text", NO_WIDTHS)
+def test_a_width_that_rates_cannot_follow_is_one_line(text):
+    with pytest.raises(ConfigError) as failure:
+        resolve(load_config([*DEBUG, "--optimizer.base_width", "15", *text.split()]), 1)
+    assert str(failure.value) == NO_WIDTHS[text]
 
 
 PLACEMENTS = [

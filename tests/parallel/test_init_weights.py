@@ -8,7 +8,10 @@ from trainer.parallel.init_weights import allocate, initialize
 
 
 def weights(settings):
-    return hash_of(dict(build(**settings).named_parameters()))
+    model = build(**settings)
+    if not settings["tied"]:
+        initialize(model, seed=0, width_ratio=0.25)
+    return hash_of(dict(model.named_parameters()))
 
 
 def test_initial_weights_do_not_depend_on_the_layout(ranks):
@@ -59,6 +62,19 @@ def long_table():
     table = model.tok_embeddings.weight
     groups = table[:1024], table[1024:2048]
     return bool(table.std(dim=1).min() > 0 and not (groups[0] == groups[1]).any())
+
+
+def test_initial_values_are_those_of_the_base_width_by_the_kind_of_the_parameter():
+    """The model is four times as wide as that for which rates were tuned."""
+    drawn = {}
+    for ratio in (1.0, 0.25):
+        model = llama(LlamaSizes(dim=32, n_layers=1, n_heads=4, n_kv_heads=2, hidden_dim=48, vocab_size=64))
+        initialize(model, seed=0, width_ratio=ratio)
+        drawn[ratio] = dict(model.named_parameters())
+    for name, values in drawn[0.25].items():
+        # The standard deviation of the embedding is 1 / sqrt(8), that of the output sqrt(8) / 32, others 1 / sqrt(inputs).
+        factor = {"tok_embeddings.weight": 2.0, "output.weight": 0.5}.get(name, 1.0)
+        assert torch.equal(values, drawn[1.0][name] * factor), name
 
 
 class Convolution(nn.Module):

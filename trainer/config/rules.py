@@ -147,6 +147,8 @@ def _optimizer_rules(config: Config) -> Iterator[tuple[str, object, str]]:
     }
     for message, broken in muon_needs.items():
         yield "optimizer.name", optimizer.name == "muon" and broken, f"muon is incompatible with {message}"
+    message = "is incompatible with [lora] rank: the matrices of adapters do not have the width of the model"
+    yield "optimizer.base_width", optimizer.base_width and config.lora.rank is not None, message
     rises = config.lr_schedule.name == "range_test"
     yield (
         "lr_schedule.min_lr_ratio",

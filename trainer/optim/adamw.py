@@ -71,6 +71,11 @@ def adamw_bytes(parameter: Tensor, is_bias: bool, config: OptimizerConfig) -> fl
     return 2 * parameter.numel() * (1 + 4 / BLOCK_SIZE if is_quantized else 4)  # a byte, and its part of a scale
 
 
+def adamw_width_powers(config: OptimizerConfig) -> dict[str, float]:
+    """See Rule. AdamW changes every value by about the rate, and a product sums the changes of all inputs."""
+    return {"hidden": 1.0, "output": 1.0, "scaled_input": 0.5}
+
+
 class _MixedPrecisionAdamW(AdamW):
     """AdamW for parameters and moments of different dtypes. The fused kernel computes each update in fp32. The results are then
     rounded to nearest."""

@@ -26,13 +26,16 @@ class Group:
     """Key of RULES."""
     lr: float
     """Factor of the step's learning rate."""
+    width: float = 1.0
+    """Part of this factor that follows from the width of the model (Rule.width_powers)."""
     weight_decay: float
     names: tuple[str, ...]
     num_values: int
     """Number of values of all these parameters."""
 
     def __str__(self) -> str:
-        options = f"{self.rule}, lr x {self.lr:g}, decay {self.weight_decay:g}"
+        width = f" (x {self.width:g} for the width)" if self.width != 1 else ""
+        options = f"{self.rule}, lr x {self.lr:g}{width}, decay {self.weight_decay:g}"
         selected = f"{self.pattern}, " if self.pattern else ""
         size = f"{counted(len(self.names), 'parameter')}, {self.num_values:,} values"
         return f"{options}: {selected}{size}, such as {self.names[0]}"
@@ -44,12 +47,15 @@ def resolve_groups(
     biases: Collection[str] = (),
     matrices: Collection[str] = (),
     others: Mapping[str, str] = {},
+    kinds: Mapping[str, str] = {},
+    width_ratio: float = 1.0,
 ) -> tuple[Group, ...]:
     """Return the groups of the trained parameters: each parameter is in one, and none is empty.
 
     The first matching pattern of [optimizer] groups gives a parameter its options. Matrices that no pattern gives a decay have
     that of the setting; norms and biases have none. Muon updates the matrices that it may
-    update, unless a pattern says otherwise; AdamW updates all other parameters.
+    update, unless a pattern says otherwise; AdamW updates all other parameters. Where a rate follows the width of the model, the
+    decay does so inversely: a step's decay is the product of both.
 
     Args:
         config: Settings of the optimizer.
@@ -57,6 +63,8 @@ def resolve_groups(
         biases: Names of biases, which may be stacked.
         matrices: Names of the parameters that Muon may update.
         others: Name that a pattern may mean but that is not in `trained` -> what it is.
+        kinds: Name of each trained parameter -> its kind, see width_kind in models/width.py. It may be empty if width_ratio is 1.
+        width_ratio: Width at which rates were tuned, divided by that of the model.
 
     Raises:
         ConfigError: Options are wrong, or a pattern selects no parameter.
@@ -65,7 +73,7 @@ def resolve_groups(
     chosen = {name: next((p for p in options if fnmatchcase(name, p)), "") for name in trained}
     for pattern in options:
         _require_effect(pattern, chosen, others)
-    members: dict[tuple[str, str, float, float], list[str]] = {}
+    members: dict[tuple[str, str, float, float, float], list[str]] = {}
     for name, parameter in trained.items():
         given = options.get(chosen[name], {})
         is_matrix = parameter.dim() >= 2 and name not in biases
@@ -75,7 +83,8 @@ def resolve_groups(
             message = f"optimizer=muon: {name} is no matrix of a linear module in the blocks, or of experts"
             raise ConfigError(f"optimizer.groups.{chosen[name]}", message)
         lr = given.get("lr", 1.0) * (config.muon_lr / config.lr if rule == "muon" and config.muon_lr else 1.0)
-        key = chosen[name], rule, lr, decay
+        width = width_ratio ** RULES[rule].width_powers(config).get(kinds.get(name, ""), 0.0)
+        key = chosen[name], rule, lr * width, width, decay / width
         members.setdefault(key, []).append(name)
     order = [*options, ""]
     return tuple(
@@ -83,11 +92,14 @@ def resolve_groups(
             pattern=pattern,
             rule=rule,
             lr=lr,
+            width=width,
             weight_decay=decay,
             names=tuple(names),
             num_values=sum(trained[name].numel() for name in names),
         )
-        for (pattern, rule, lr, decay), names in sorted(members.items(), key=lambda item: order.index(item[0][0]))
+        for (pattern, rule, lr, width, decay), names in sorted(
+            members.items(), key=lambda item: order.index(item[0][0])
+        )
     )
 
 

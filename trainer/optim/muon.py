@@ -147,3 +147,9 @@ class Muon(torch.optim.Optimizer):
 def muon_bytes(parameter: Tensor, is_bias: bool, config: OptimizerConfig) -> float:
     """Return the bytes of a parameter's momentum. The parameter may be on the meta device."""
     return parameter.numel() * DTYPES[config.state_dtype].itemsize
+
+
+def muon_width_powers(config: OptimizerConfig) -> dict[str, float]:
+    """See Rule. An orthogonal matrix keeps the size of its input. Of the scales, only that of "match_adamw" grows with the width
+    of matrices whose rows and columns are in proportion."""
+    return {"hidden": 0.5} if config.muon_scale == "match_adamw" else {}

@@ -7,9 +7,9 @@ from typing import Protocol
 from torch import Tensor
 
 from trainer.config import OptimizerConfig
-from trainer.optim.adamw import adamw, adamw_bytes
+from trainer.optim.adamw import adamw, adamw_bytes, adamw_width_powers
 from trainer.optim.exchange import Sharding
-from trainer.optim.muon import Muon, muon_bytes
+from trainer.optim.muon import Muon, muon_bytes, muon_width_powers
 
 
 class Updater(Protocol):
@@ -37,10 +37,17 @@ class Rule:
     """Function (torch's parameter groups of local tensors, settings, the biases among them, who holds them) -> Updater."""
     state_bytes: Callable[[Tensor, bool, OptimizerConfig], float]
     """Function (parameter, which may be on the meta device; whether it is a bias; settings) -> bytes of its state."""
+    width_powers: Callable[[OptimizerConfig], Mapping[str, float]]
+    """Function (settings) -> kind of a parameter (models/width.py) -> power of base width / dim that multiplies its rate. Without
+    a power, the rate is that of the base width."""
 
 
 RULES = {
-    "adamw": Rule(lambda groups, config, biases, sharding: adamw(groups, config, biases), adamw_bytes),
-    "muon": Rule(lambda groups, config, biases, sharding: Muon(groups, config, sharding), muon_bytes),
+    "adamw": Rule(
+        lambda groups, config, biases, sharding: adamw(groups, config, biases), adamw_bytes, adamw_width_powers
+    ),
+    "muon": Rule(
+        lambda groups, config, biases, sharding: Muon(groups, config, sharding), muon_bytes, muon_width_powers
+    ),
 }
 """Value of [optimizer] name, and of the option `optimizer` of a group -> rule. A rank updates parameters in this order."""

@@ -10,6 +10,7 @@ from torch import Generator, Tensor, nn
 
 from models.moe import is_stack
 from models.spec import saved_buffers
+from models.width import KINDS, width_kind
 from trainer.adapters.select import LORA_A, LORA_B, init_adapter
 from trainer.config import LoraConfig
 from trainer.parallel.tensor import kept_ties
@@ -35,7 +36,13 @@ def allocate(model: nn.Module, device: torch.device, buffer_device: torch.device
 
 
 @torch.no_grad()
-def initialize(model: nn.Module, seed: int, loaded: Collection[str] = (), lora: LoraConfig | None = None) -> None:
+def initialize(
+    model: nn.Module,
+    seed: int,
+    loaded: Collection[str] = (),
+    lora: LoraConfig | None = None,
+    width_ratio: float = 1.0,
+) -> None:
     """Draw the initial values of the parameters, and set those of the buffers.
 
     Args:
@@ -43,6 +50,7 @@ def initialize(model: nn.Module, seed: int, loaded: Collection[str] = (), lora: 
         seed: Seed of the run.
         loaded: Names of the weights that keep their values, because they are loaded.
         lora: Settings of the adapters, if the model has adapters.
+        width_ratio: Width at which rates were tuned, divided by that of the model.
 
     Each group of ROWS_PER_SEED rows of a matrix has its own CPU generator, seeded by (seed, name, group). So a rank draws only
     the groups of its shard, and the weights do not depend on the layout, the world size or the device. In a stack, the
@@ -66,7 +74,7 @@ def initialize(model: nn.Module, seed: int, loaded: Collection[str] = (), lora: 
             groups = range(rows.start // ROWS_PER_SEED, -(-rows.stop // ROWS_PER_SEED))
             for expert, matrix in matrices:
                 path = f"{seed}/{name}" if expert is None else f"{seed}/{name}/{expert}"
-                draws = pool.map(partial(_draw, model, lora, path, name, tuple(shape)), groups)
+                draws = pool.map(partial(_draw, model, lora, width_ratio, path, name, tuple(shape)), groups)
                 for group, drawn in zip(groups, draws, strict=True):
                     first_row = group * ROWS_PER_SEED
                     start, stop = max(first_row, rows.start), min(first_row + ROWS_PER_SEED, rows.stop)
@@ -75,10 +83,20 @@ def initialize(model: nn.Module, seed: int, loaded: Collection[str] = (), lora: 
 
 
 def _draw(
-    model: nn.Module, lora: LoraConfig | None, path: str, name: str, shape: tuple[int, ...], group: int
+    model: nn.Module,
+    lora: LoraConfig | None,
+    width_ratio: float,
+    path: str,
+    name: str,
+    shape: tuple[int, ...],
+    group: int,
 ) -> Tensor:
-    """Return the initial values of one group of rows of a full matrix or vector, as an fp32 tensor on the CPU. path: of the
-    matrix, with the seed of the run."""
+    """Return the initial values of one group of rows of a full matrix or vector, as an fp32 tensor on the CPU.
+
+    Args:
+        path: Of the matrix, with the seed of the run.
+        group: Index of the rows.
+    """
     digest = hashlib.blake2b(f"{path}/{group}".encode(), digest_size=8).digest()
     generator = Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
     rows = torch.empty(min(ROWS_PER_SEED, shape[0] - group * ROWS_PER_SEED), *shape[1:])
@@ -87,4 +105,5 @@ def _draw(
             init_adapter(lora, name, rows, generator)
         else:
             model.init_parameter(name, rows, generator)
+            rows *= width_ratio ** KINDS[width_kind(model, name)]
     return rows

@@ -11,11 +11,12 @@ from models import MODELS
 from models.moe import CorrectedRouter
 from models.sizes import text_of
 from models.spec import Model, ModelSpec, ParallelPlan, SizeError, is_bias, meta_model, saved_buffers, saved_weights
+from models.width import width_kind
 from trainer.adapters.select import TrainedParameters, adaptable_weights, require_trained_vocabulary, select_parameters
 from trainer.checkpoint.huggingface import read_architecture
 from trainer.checkpoint.peft import PeftNames, require_peft_support
 from trainer.checkpoint.resume import FAMILY
-from trainer.config import Config, ConfigError, ModelConfig, ProfilingConfig, errors_about
+from trainer.config import Config, ConfigError, ModelConfig, OptimizerConfig, ProfilingConfig, errors_about
 from trainer.config.fields import Setting, coerce, parse_text, settings, type_name
 from trainer.config.pretrained import is_from_pretrained
 from trainer.optim import quantization
@@ -53,6 +54,8 @@ class ResolvedRun:
     """Number of trained values, of which a checkpoint consists."""
     groups: tuple[Group, ...]
     """The parameter groups of the complete model."""
+    width_ratio: float
+    """Width at which rates were tuned, divided by that of the model."""
     state_bytes: float
     """Bytes of optimizer state and averaged weights per trained value: the mean."""
     fp32_moments: str
@@ -111,7 +114,16 @@ def resolve(config: Config, world_size: int) -> ResolvedRun:
     num_trained = sum(p.numel() for p in tensors.values())
     biases = {n for n in trained.fully if is_bias(model, n)}
     muon_matrices = _muon_matrices(model, plan)
-    groups = resolve_groups(config.optimizer, tensors, biases, muon_matrices, _untrained(model, trained))
+    width_ratio = _width_ratio(config.optimizer, sizes, plan, name)
+    groups = resolve_groups(
+        config.optimizer,
+        tensors,
+        biases,
+        muon_matrices,
+        _untrained(model, trained),
+        {n: width_kind(model, n) for n in tensors if width_ratio != 1},
+        width_ratio,
+    )
     rules = {n: RULES[group.rule] for group in groups for n in group.names}
     state_bytes = sum(rules[n].state_bytes(p, n in biases, config.optimizer) for n, p in tensors.items())
     fp32_moments = ""
@@ -137,6 +149,7 @@ def resolve(config: Config, world_size: int) -> ResolvedRun:
         trained=trained,
         num_trained=num_trained,
         groups=groups,
+        width_ratio=width_ratio,
         state_bytes=state_bytes / num_trained + (4 if config.optimizer.ema_decay else 0),
         fp32_moments=fp32_moments,
         flops_per_token=trained.flops_per_token(model, training.seq_len),
@@ -148,6 +161,23 @@ def resolve(config: Config, world_size: int) -> ResolvedRun:
         shared=_values(config, lambda setting: not setting.constraint.per_node)
         | {"compile.enabled": compiled, "model.type": spec.huggingface.model_type, **dimensions},
     )
+
+
+def _width_ratio(config: OptimizerConfig, sizes: Any, plan: ParallelPlan, name: str) -> float:
+    """Return the width at which rates were tuned, divided by that of the model. Raises ConfigError if initial values and rates
+    cannot follow the width. name: of the model."""
+    if config.base_width is None:
+        return 1.0
+    if plan.tied:
+        message = (
+            "at larger widths, the output needs smaller values and rates, the embedding does not; they share a matrix"
+        )
+        raise ConfigError("optimizer.base_width", f"needs [model] overrides.tied_embeddings = false: {message}")
+    least = -(-sizes.dim // sizes.n_heads)
+    if config.base_width < least:
+        message = f"must be at least {least}, the width of {name} with one head instead of {sizes.n_heads}"
+        raise ConfigError("optimizer.base_width", f"{message}: heads keep their width")
+    return config.base_width / sizes.dim
 
 
 def _muon_matrices(model: Model, plan: ParallelPlan) -> set[str]:

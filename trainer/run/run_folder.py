@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from models.spec import meta_model
+from models.width import KINDS, width_kind
 from trainer.adapters.select import SCALE_SETTINGS, excessive_rank, expert_adapters, unaligned_rank
 from trainer.checkpoint import resume
 from trainer.checkpoint.export import export_run
@@ -272,10 +273,25 @@ def log_summary(
         console.info(f"optimizer: {group}")
     if config.optimizer.ema_decay is not None:
         console.info(f"optimizer: average of the weights, decay {config.optimizer.ema_decay:g}")
+    if config.optimizer.base_width is not None:
+        console.info(width_transfer(config, resolved))
     if resolved.fp32_moments:
         console.warning(resolved.fp32_moments)
     for line in adapter_notes(config, resolved):
         console.warning(line)
+
+
+def width_transfer(config: Config, resolved: ResolvedRun) -> str:
+    """Return a line about the initial values, which follow the width of the model as the rates of the groups do."""
+    line = f"width: dim {resolved.sizes.dim}, rates tuned at {config.optimizer.base_width}"
+    if config.checkpoint.init_from:
+        return f"{line}; loaded weights keep their values"
+    model = meta_model(resolved.spec.model, resolved.sizes)
+    factors: dict[float, list[str]] = {}
+    for name, _ in model.named_parameters():
+        factors.setdefault(resolved.width_ratio ** KINDS[width_kind(model, name)], []).append(name)
+    changed = [f"{names[0]}{' ...' * (len(names) > 1)} x {f:g}" for f, names in factors.items() if f != 1]
+    return f"{line}; initial values: {', '.join([*changed, 'others x 1'])}"
 
 
 def compiled_blocks(config: Config, resolved: ResolvedRun) -> str:
