@@ -166,7 +166,7 @@ def settings_of_test(config: Config, min_lr: float, max_lr: float, steps: int) -
     return replace(
         config,
         run=replace(config.run, name=f"{config.run.name}-find-lr"),
-        training=replace(config.training, steps=steps, epochs=None),
+        training=replace(config.training, steps=steps, epochs=None, batch_schedule={}),
         optimizer=replace(config.optimizer, lr=max_lr),
         lr_schedule=LrScheduleConfig(name="range_test", min_lr_ratio=min_lr / max_lr),
         checkpoint=checkpoint,

@@ -20,10 +20,10 @@ from tests.conftest import ROOT
 from tests.end_to_end.test_commands import SCRIPT, call
 from tests.training_runs import combine, error_line, in_folder, train
 from trainer import dry_run
-from trainer.config import Config, ConfigError, ModelConfig, SamplesConfig
+from trainer.config import Config, ConfigError, ModelConfig, SamplesConfig, TrainingConfig
 from trainer.config.load import load_config
 from trainer.data import trial
-from trainer.planning.estimate import Hardware, estimate, this_machine
+from trainer.planning.estimate import Hardware, RunEstimate, estimate, this_machine
 from trainer.planning.report import format_bytes, margin_text
 from trainer.run.resolve import resolve
 from trainer.run.run_folder import resume_point
@@ -209,8 +209,10 @@ def test_a_dry_run_of_two_ranks_is_one_process_that_writes_nothing(tiny, tmp_pat
 def test_the_planned_memory_of_all_ranks_of_a_node_must_be_free(monkeypatch, capsys, ranks_per_node, fits):
     monkeypatch.setattr(dry_run, "memory_available", lambda: 1.5 * 2**30)
     largest, slowest = SimpleNamespace(peak=2**30), SimpleNamespace(total_s=2.0)
-    plan = SimpleNamespace(fits=True, is_tight=False, largest=largest, slowest=slowest, tokens_per_second=100.0)
-    assert dry_run._report_plan(plan, ranks_per_node, torch.device("cpu"), 30, is_rate_known=True) is fits
+    config = Config(training=TrainingConfig(steps=40, global_batch_size=8, batch_schedule={"20": 16}))
+    plan = RunEstimate(config, None, [], None)
+    vars(plan).update(fits=True, is_tight=False, largest=largest, slowest=slowest, tokens_per_second=100.0)
+    assert dry_run._report_plan(plan, ranks_per_node, torch.device("cpu"), 10, is_rate_known=True) is fits
     memory, time = capsys.readouterr().out.splitlines()
     assert memory == "memory        1.00 GiB at the peak of a rank (planned); 1.50 GiB of this node are free"
     assert time.startswith(

@@ -1,9 +1,10 @@
 """Complete runs of the Trainer on gloo ranks, and readers of their results."""
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -79,10 +80,10 @@ def measured(ranks: Callable[[int], LocalRanks], size: int, argv: Sequence[str],
     return Trained.of_ranks(records(folder), parts)
 
 
-def microbatch_hashes(batches: Sequence[Batch], grad_accum: int) -> list[list[str]]:
-    """Hash each microbatch, step by step."""
-    hashes = [hashlib.sha256(batch.tokens.numpy().tobytes()).hexdigest()[:12] for batch in batches]
-    return [hashes[i : i + grad_accum] for i in range(0, len(hashes), grad_accum)]
+def microbatch_hashes(batches: Sequence[Batch], num_microbatches: Iterable[int]) -> list[list[str]]:
+    """Hash each microbatch, step by step. num_microbatches: of each step."""
+    hashes = (hashlib.sha256(batch.tokens.numpy().tobytes()).hexdigest()[:12] for batch in batches)
+    return list(takewhile(bool, (list(islice(hashes, number)) for number in num_microbatches)))
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
@@ -107,9 +108,11 @@ def trainer_from(argv: Sequence[str]) -> Trainer:
 def train(argv: Sequence[str]) -> Result:
     """Train up to the last step on this rank."""
     trainer = trainer_from(argv)
+    partition, training = trainer.data.partition, trainer.config.training
+    steps = range(trainer.state.step + 1, training.steps + 1)
     with recorded_batches() as batches:
         trainer.train()
-    hashes = microbatch_hashes(batches, trainer.data.partition.grad_accum)
+    hashes = microbatch_hashes(batches, (partition.num_microbatches(training.batch_size(step)) for step in steps))
     return Result(hashes, hash_of(trainer.engine.tensors()), hash_of(rng_state(torch.device("cpu"))))
 
 

@@ -126,7 +126,7 @@ def build_trainer(
         engine=engine,
         data=TrainingData(config, datasets, partition, device, stop),
         samples=_build_samples(config, resolved, text, prompts, initial, partition, device),
-        evaluator=Evaluator(config.evaluation, initial.eval_sets, partition, device, config.training.steps),
+        evaluator=_build_evaluator(config, initial, partition, device),
         checkpoints=checkpoints,
         early_stopping=EarlyStopping(config.evaluation, checkpoints.best.identity),
         monitor=StepMonitor(config.resilience, engine.optimizer.device),
@@ -264,7 +264,15 @@ def _build_samples(
     )
 
 
+def _build_evaluator(
+    config: Config, initial: InitialModel, partition: BatchPartition, device: torch.device
+) -> Evaluator:
+    training = config.training
+    at_a_time = partition.num_microbatches(training.global_batch_size)
+    return Evaluator(config.evaluation, initial.eval_sets, partition, at_a_time, device, training.steps)
+
+
 def _build_sinks(config: Config, epochs: float | None) -> list[Sink]:
     """epochs: of the settings, if they replace training.steps."""
-    run = LoggedRun(config.run.name, config.run.folder, config.training.steps, config.metrics, epochs)
+    run = LoggedRun(config.run.name, config.run.folder, config.training, config.metrics, epochs)
     return build_sinks(config.metrics.sinks, run, is_writer=dist.get_rank() == 0)

@@ -28,7 +28,14 @@ from trainer.planning.report import format_bytes, margin_text
 from trainer.resilience.early_stopping import EarlyStopping
 from trainer.run.preflight import check_disk, checkpoint_bytes, disk_free, remaining_checkpoints
 from trainer.run.resolve import ResolvedRun, require_profiled_step
-from trainer.run.run_folder import adapter_notes, how_it_ended, many_epochs, require_usable, resume_point
+from trainer.run.run_folder import (
+    adapter_notes,
+    how_it_ended,
+    later_batch_sizes,
+    many_epochs,
+    require_usable,
+    resume_point,
+)
 from trainer.run.sinks.services import require_access
 from trainer.run.sinks.sink import METRICS_FILE
 from trainer.run.text_format import TextFormat, load_text_format, require_same_tokenizer
@@ -108,10 +115,10 @@ def report(config: Config, resolved: ResolvedRun, ranks_per_node: int, device: t
     _line("evaluation", _evaluation(config, data))
     _line("early stop", _early_stopping(config.evaluation))
     _line("samples", _samples(config.samples))
-    remaining = 0 if steps is None else steps - state.step
-    fits = _plan(config, dims.world_size, ranks_per_node, device, remaining)
-    if remaining and (step_s := _measured_step_s(config.run.folder)):
-        _line("", f"{duration(remaining * step_s)}, if steps take as long as those of the run so far")
+    fits = _plan(config, dims.world_size, ranks_per_node, device, None if steps is None else state.step)
+    if steps is not None and (sample_s := _measured_sample_s(config.run.folder)):
+        seconds = config.training.samples_between(state.step, steps) * sample_s
+        _line("", f"{duration(seconds)}, if steps take as long as those of the run so far")
     return _end(config, fits)
 
 
@@ -130,8 +137,10 @@ def _steps(config: Config, resolved: ResolvedRun, done: int, steps: int | None) 
     """steps: number of steps of the run, or None if it is known only when the data are prepared."""
     training = config.training
     number = f"those of {counted(training.epochs, 'epoch', 'g')}" if steps is None else f"{done + 1} to {steps}"
-    samples = f"each of {counted(training.global_batch_size, 'sample')} of {training.seq_len} tokens"
-    return f"{number}, {samples}, in {counted(resolved.grad_accum, 'microbatch', plural='microbatches')} on each rank"
+    sizes = counted(training.global_batch_size, "sample") + later_batch_sizes(training)
+    microbatches = counted(resolved.grad_accum, "microbatch", plural="microbatches")
+    up_to = "up to " * bool(training.batch_schedule)
+    return f"{number}, each of {sizes} of {training.seq_len} tokens, in {up_to}{microbatches} on each rank"
 
 
 def _start(config: Config, point: ResumePoint | None, data: "_Data | None") -> str:
@@ -263,9 +272,9 @@ def _samples(samples: SamplesConfig) -> str:
 # ---------------------------------------------------------------- memory and time
 
 
-def _plan(config: Config, world_size: int, ranks_per_node: int, device: torch.device, steps: int) -> bool:
-    """Print the planned memory and time. Return false if the memory exceeds that of this node. steps: number of steps to run, or
-    0 if it is unknown."""
+def _plan(config: Config, world_size: int, ranks_per_node: int, device: torch.device, done: int | None) -> bool:
+    """Print the planned memory and time. Return false if the memory exceeds that of this node. done: number of completed steps,
+    or None if the last step is unknown."""
     is_gpu = device.type != "cpu"
     known = ACCELERATORS.get(devices.name(device))
     machine = this_machine()
@@ -283,10 +292,12 @@ def _plan(config: Config, world_size: int, ranks_per_node: int, device: torch.de
             raise
         _line("memory, time", f"{error.key} {error.message}")
         return True
-    return _report_plan(plan, ranks_per_node, device, steps, is_rate_known=known is not None or not is_gpu)
+    return _report_plan(plan, ranks_per_node, device, done, is_rate_known=known is not None or not is_gpu)
 
 
-def _report_plan(plan: RunEstimate, ranks_per_node: int, device: torch.device, steps: int, is_rate_known: bool) -> bool:
+def _report_plan(
+    plan: RunEstimate, ranks_per_node: int, device: torch.device, done: int | None, is_rate_known: bool
+) -> bool:
     peak = plan.largest.peak
     if device.type == "cpu":
         needed, free, place = peak * ranks_per_node, memory_available(), "this node"
@@ -299,9 +310,9 @@ def _report_plan(plan: RunEstimate, ranks_per_node: int, device: torch.device, s
         where += f"; tight: {margin_text(plan)} should stay free"
     _line("memory", where)
     if is_rate_known:
-        step_s = plan.slowest.total_s
         rough = " from typical rates of a CPU; small models take longer" if device.type == "cpu" else ""
-        total = f"{duration(steps * step_s)} for {counted(steps, 'step')}, " if steps else ""
+        steps = plan.config.training.steps
+        total = "" if done is None else f"{duration(plan.seconds_after(done))} for {counted(steps - done, 'step')}, "
         text = f"{total}{plan.tokens_per_second:,.0f} tokens/s (planned{rough})"
         _line("time", f"{text}, without preparation, evaluation and checkpoints")
     else:
@@ -309,9 +320,9 @@ def _report_plan(plan: RunEstimate, ranks_per_node: int, device: torch.device, s
     return fits
 
 
-def _measured_step_s(folder: Path) -> float | None:
-    """Return the median time of a step in the last records of a run, or None if it has none."""
+def _measured_sample_s(folder: Path) -> float | None:
+    """Return the median time of a step in the last records of a run, divided by its samples, or None if it has none."""
     path = folder / METRICS_FILE
     records = [record for record in read_json_lines(path) if record.get("kind") == "train"] if path.exists() else []
-    times = [record["step_time_s"] for record in records[-_RECORDS:] if "step_time_s" in record]
+    times = [r["step_time_s"] / r["global_batch_size"] for r in records[-_RECORDS:] if "step_time_s" in r]
     return statistics.median(times) if times else None

@@ -129,10 +129,12 @@ class Engine:
         else:
             accumulator = GradientAccumulator(self.parameters.values(), config.optimizer.frees_gradients)
             start, self.gradient_sums = accumulator.start_microbatch, accumulator.sums
+        self.samples_per_microbatch = training.local_batch_size * resolved.dims.batch
+        """Number of samples in one microbatch of all ranks."""
         self.load = None
         if resolved.plan.has_experts:
             for part in model_parts.values():
-                apply_balance(part, config.experts, training.global_batch_size, meshes, device)
+                apply_balance(part, config.experts, meshes, device)
             blocks = [part.get_submodule(resolved.plan.blocks_path) for part in model_parts.values()]
             self.load = Load(blocks, resolved.sizes, config.experts, device)
         # After the accumulator: the optimizer's hooks of gradients must run after its own.
@@ -203,10 +205,12 @@ class Engine:
         self.phases.start("reduction")
         self.optimizer.start_step(lr)
         num_terms = count_terms(microbatches, self.objective, self.batch_group)
+        if self.load is not None:
+            self.load.start_step(len(microbatches) * self.samples_per_microbatch)
         if self.config.optimizer.in_backward:
             on_before_update()
         means = self.forward_backward(microbatches, num_terms)
-        routing = {} if self.load is None else self.load.take(self.config.training.global_batch_size)
+        routing = {} if self.load is None else self.load.take()
         self.phases.start("clip")
         grad_norm, votes = self.optimizer.clip(self.config.training.max_norm, vote=stop)
         self.phases.start("optimizer")

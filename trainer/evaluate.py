@@ -96,6 +96,8 @@ class Evaluator:
     config: EvaluationConfig
     datasets: list[EvalSet]
     partition: BatchPartition
+    num_microbatches: int
+    """Number of microbatches that are evaluated at a time."""
     device: torch.device
     steps: int
     """Total number of steps in the run."""
@@ -114,7 +116,7 @@ class Evaluator:
             batch.to(self.device) for batch in evaluation_batches(dataset.samples, dataset.num_samples, self.partition)
         )
         parts = []
-        while microbatches := list(islice(batches, self.partition.grad_accum)):
+        while microbatches := list(islice(batches, self.num_microbatches)):
             parts.append(step.evaluate(microbatches))
         objective = step.objective
         num_terms = int(torch.stack([part.num_terms for part in parts]).sum().item())

@@ -115,17 +115,18 @@ class Trainer:
     def train_step(self, batches: Iterator[Batch]) -> StepResult:
         """Run one optimizer step."""
         training = self.config.training
+        num_samples = training.batch_size(self.state.step + 1)
         if self.profiler.starts_at(self.state.step + 1):
             self._profile(self.profiler.start)
         with self.metrics.section("data") as seconds:
-            microbatches = list(islice(batches, self.data.partition.grad_accum))
+            microbatches = list(islice(batches, self.data.partition.num_microbatches(num_samples)))
         self.stragglers.after_data(seconds())
         lr = self._lr(self.state.step + 1)
         result = self.engine.step(microbatches, lr, self.stop.requested, self.checkpoints.before_update)
-        self.state.advance(training.global_batch_size, training.seq_len)
+        self.state.advance(num_samples, training.seq_len)
         if self.profiler.ends_after(self.state.step):
             self._profile(self.profiler.stop)
-        self.watchdog.after_step(self.state.step)
+        self.watchdog.after_step(self.state.step, training.batch_size(self.state.step + 1) / num_samples)
         return result
 
     def _after_step(self, outcome: StepOutcome | None, result: StepResult, asked_to_stop: bool) -> bool:
@@ -210,7 +211,8 @@ class Trainer:
             if point is None:
                 raise TrainingDiverged(f"{outcome}; there is no checkpoint to roll back to")
             # Samples before the checkpoint's cursor are part of its state or were skipped by an earlier rollback.
-            skipped = outcome.consecutive_skips * self.config.training.global_batch_size
+            last_good = outcome.step - outcome.consecutive_skips
+            skipped = self.config.training.samples_between(last_good, outcome.step)
             first = max(outcome.cursor - skipped, point.state.cursor)
             start, stop = self.data.sample_range(state, first, outcome.cursor)
             console.warning(

@@ -168,7 +168,7 @@ def _store_in(folder: Path) -> Path:
 def loading(store: Path, local_batch: int, seq: int) -> dict[str, Callable[[], int]]:
     samples = ConcatSamples(open_store(store, "train"), seq, reset_positions=False)
     order = SampleOrder((len(samples),), parse_mixture((), ("data",)), seed=0, shuffle=True)
-    cut = BatchPartition(global_batch_size=local_batch, local_batch_size=local_batch, rank=0, ranks=1)
+    cut = BatchPartition(local_batch_size=local_batch, rank=0, ranks=1)
     batches = training_batches(samples, order, cut, 0, DataConfig(), pin_memory=False)
     microbatches = LOADED_TOKENS // (local_batch * seq)
     tokens = microbatches * local_batch * seq

@@ -74,6 +74,29 @@ COMMAND_LINES = {
     "--training.steps -5": "--training.steps -5: must be at least 1",
     "--training.steps none": "--training.steps none: expected an integer",
     "--training.steps 5 --training.steps 6": "--training.steps 6: --training.steps is given twice, first as 5; give it once",
+    "--training.batch_schedule 64": (
+        "--training.batch_schedule is a table: set one of its entries with --training.batch_schedule.NAME VALUE"
+    ),
+    "--training.batch_schedule.09 64": (
+        "--training.batch_schedule.09 64: '09' must be the number of completed steps after which the size changes, such as 1000"
+    ),
+    "--training.batch_schedule.0 64": (
+        "--training.batch_schedule.0 64: '0' must be the number of completed steps after which the size changes, such as 1000"
+    ),
+    "--training.batch_schedule.9 0": "--training.batch_schedule.9 0: must be at least 1",
+    "--training.batch_schedule.9 many": "--training.batch_schedule.9 many: expected an integer",
+    "--training.batch_schedule.9 32": (
+        "--training.batch_schedule.9 32: must differ from the size of the steps before, 32"
+    ),
+    "--training.batch_schedule.9 64 --training.batch_schedule.20 64": (
+        "--training.batch_schedule.20 64: must differ from the size of the steps before, 64"
+    ),
+    "--training.batch_schedule.9 64 --training.steps 9": (
+        "--training.batch_schedule.9 64: no step would have this size, because the run ends after [training] steps = 9"
+    ),
+    "--rampup-batch-size 64": (
+        "--rampup-batch-size: unknown setting; use '--training.batch_schedule': each size with the number of steps before it"
+    ),
     "--optimizer.lr fast": "--optimizer.lr fast: expected a number",
     "--optimizer.lr 0": "--optimizer.lr 0: must be above 0",
     "--optimizer.lr nan": "--optimizer.lr nan: must be finite",

@@ -139,6 +139,9 @@ COMBINATIONS = {
     "--training.global_batch_size 24": (
         "--training.global_batch_size 24: must be a multiple of local_batch_size 4 x 4 data-parallel ranks = 16"
     ),
+    "--training.batch_schedule.9 24": (
+        "--training.batch_schedule.9 24: must be a multiple of local_batch_size 4 x 4 data-parallel ranks = 16"
+    ),
     "--parallel.tp 3": "--parallel.tp 3: must divide the number of ranks, 4",
     "--parallel.tp 2 --parallel.cp 4": (
         "--parallel.tp 2: x 4 (product of the other degrees) = 8 must divide the number of ranks, 4"
@@ -194,6 +197,9 @@ COMBINATIONS = {
     "--parallel.pp 2 --parallel.pipeline_schedule Interleaved1F1B --training.global_batch_size 40": (
         "--parallel.pipeline_schedule Interleaved1F1B: the step has 5 microbatches of local_batch_size samples, which cannot be "
         "divided into 2 rounds of equal size; use a multiple of 2"
+    ),
+    "--parallel.pp 2 --training.batch_schedule.9 8": (
+        "--parallel.pp 2: a step after step 9 has 1 microbatch of local_batch_size samples, but 1F1B needs at least 2"
     ),
     "--parallel.pp 2 --parallel.pipeline_stages_per_rank 2": "--parallel.pipeline_stages_per_rank 2: 1F1B needs 1 stage per rank",
     "--parallel.pp 2 --parallel.pipeline_schedule ZBVZeroBubble --parallel.pipeline_stages_per_rank 3": (

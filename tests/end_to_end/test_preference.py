@@ -88,7 +88,11 @@ def last_step(argv):
     engine.optimizer.clip = record_and_clip
     with recorded_batches() as batches:
         trainer.train()
-    return before["parameters"], before["gradients"], batches[-trainer.data.partition.grad_accum :]
+    return (
+        before["parameters"],
+        before["gradients"],
+        batches[-trainer.data.partition.num_microbatches(trainer.config.training.global_batch_size) :],
+    )
 
 
 def answers_of(batches):

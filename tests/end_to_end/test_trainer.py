@@ -25,6 +25,7 @@ from tests.training_runs import (
 from trainer.build import build_trainer
 from trainer.checkpoint.storage import read_index
 from trainer.config.load import load_config
+from trainer.config.render import to_toml
 from trainer.data.tokenizer.backends import DEFAULT_FILE
 from trainer.run.resolve import resolve
 from trainer.testing import parity
@@ -290,6 +291,33 @@ def test_resume_on_another_world_size_sees_the_same_batches(ranks, tiny, tmp_pat
     for step in range(3):
         assert microbatches_of_step(resumed, step) == microbatches_of_step(uninterrupted, 3 + step)
     assert largest_deviation(before, records(tmp_path / "run"), "loss") < 5e-6
+
+
+def in_order(results):
+    """Return the microbatches of all steps in global order."""
+    return [m for step in range(len(results[0].microbatches)) for m in microbatches_of_step(results, step)]
+
+
+def test_a_batch_schedule_changes_no_order_and_resumes_at_any_step_on_any_world_size(ranks, tiny, tmp_path):
+    """Steps of 16, 16, 32, 32, 8 and 8 samples. The run is killed at a change, after it, and before it."""
+    schedule = ["--training.batch_schedule.2", "32", "--training.batch_schedule.4", "8"]
+    extra = ["--training.steps", "6", "--checkpoint.interval_steps", "1", *schedule]
+    (tmp_path / "changing.toml").write_text(to_toml(load_config([*tiny, *extra])))
+    argv, folder = ["--config", str(tmp_path / "changing.toml")], tmp_path / "run"
+    uninterrupted, before = run(ranks, 2, argv, folder), records(folder)
+    assert [len(step) for step in uninterrupted[0].microbatches] == [4, 4, 8, 8, 2, 2]
+    assert in_order(uninterrupted) == in_order(run(ranks, 2, tiny, tmp_path / "same", "--training.steps", "7"))
+    assert [(r["global_batch_size"], r["cursor"], r["tokens_seen"]) for r in before] == [
+        (size, cursor, 32 * cursor) for size, cursor in ((16, 16), (16, 32), (32, 64), (32, 96), (8, 104), (8, 112))
+    ]
+    for size, step in ((2, 4), (2, 3), (4, 4), (1, 1)):
+        kill_after(folder, step)
+        resumed = run(ranks, size, argv, folder)
+        assert in_order(resumed) == [m for s in range(step, 6) for m in microbatches_of_step(uninterrupted, s)]
+        if size == 2:
+            assert [r.weights for r in resumed] == [r.weights for r in uninterrupted]
+            assert [r["loss"] for r in records(folder)] == [r["loss"] for r in before]
+    assert largest_deviation(before, records(folder), "loss") < 5e-6
 
 
 @pytest.mark.parametrize(

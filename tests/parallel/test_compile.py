@@ -101,11 +101,15 @@ def step_of_experts(mode, compiled, lora=LoraConfig()):  # noqa: B008  (frozen)
         for name, p in model.named_parameters():
             if name.endswith(LORA_B):  # it starts at zero, and then the first matrix would have no gradient
                 torch.nn.init.normal_(p, std=0.1, generator=torch.Generator().manual_seed(0))
-        apply_balance(model, ExpertsConfig(balance_loss=0.01, z_loss=0.01), 2, meshes, CPU)
+        apply_balance(model, ExpertsConfig(balance_loss=0.01, z_loss=0.01), meshes, CPU)
         batch = inputs(sizes)
         losses = [model(*batch, head=CrossEntropyHead(batch[0], 1024)) for _ in range(2)]  # as in a pipeline
         for loss in losses:
             loss.backward()
+        for module in model.modules():
+            if isinstance(module, MixtureOfExperts):
+                module.balance.num_samples.fill_(3)  # another batch size
+        model(*batch, head=CrossEntropyHead(batch[0], 1024)).backward()
     totals = [module.balance.totals for module in model.modules() if isinstance(module, MixtureOfExperts)]
     graphs = counters["stats"]["unique_graphs"]
     return {name: p.grad for name, p in model.named_parameters() if p.requires_grad}, torch.stack(totals), graphs
@@ -125,7 +129,7 @@ def steps_of_adapters():
 def test_a_block_with_experts_is_one_graph_whatever_it_recomputes(ranks, steps):
     """A break in a graph raises an exception, except around a checkpoint: torch would run the complete block eagerly."""
     (((gradients, totals, _), compiled),) = ranks(1).run(steps)
-    assert totals[:, :-2].sum() == 2 * 2 * 16 * 2 * len(totals)
+    assert totals[:, :-2].sum() == 3 * 2 * 16 * 2 * len(totals)
     for compiled_gradients, compiled_totals, graphs in compiled:
         assert graphs == 2  # of dense blocks, and of those with experts
         torch.testing.assert_close(compiled_totals, totals)

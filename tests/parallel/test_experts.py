@@ -95,7 +95,8 @@ def balanced(config, documents):
     meshes = Meshes(ParallelDims.from_config(ParallelConfig(), 1), CPU, has_experts=True)
     x = torch.randn(len(documents), 8, SIZES.dim)[:, : len(documents[0])]
     context = Context.of(torch.zeros(x.shape[:2], dtype=torch.int64))._replace(documents=torch.tensor(documents))
-    apply_balance(mixture, config, global_batch_size=len(documents), meshes=meshes, device=CPU)
+    apply_balance(mixture, config, meshes, CPU)
+    mixture.balance.num_samples.fill_(len(documents))
     routing = mixture.router(x)
     mixture(x, context).sum().backward()
     with torch.no_grad():
@@ -135,13 +136,13 @@ def test_padding_is_in_no_loss_and_no_count(ranks):
 def metrics_of_load():
     *_, mixture = balanced(ExpertsConfig(), [[0] * 4])
     layers = torch.nn.ModuleDict({"0": mixture, "1": MixtureOfExperts(SIZES)})
-    apply_balance(layers["1"], ExpertsConfig(), 1, Meshes(ParallelDims.from_config(ParallelConfig(), 1), CPU), CPU)
+    apply_balance(layers["1"], ExpertsConfig(), Meshes(ParallelDims.from_config(ParallelConfig(), 1), CPU), CPU)
     load = Load([layers], SIZES, ExpertsConfig(), CPU)
     for layer, counts in ((0, [4, 0, 4, 0]), (1, [2, 2, 2, 2])):
         balance = layers[str(layer)].balance
         assert isinstance(balance, Balance)
         balance.totals.copy_(torch.tensor([*counts, 0, 0]))
-    return {name: value.item() for name, value in load.take(1).items()}, load.take(1)["idle_experts"].item()
+    return {name: value.item() for name, value in load.take().items()}, load.take()["idle_experts"].item()
 
 
 def test_metrics_of_the_load(ranks):

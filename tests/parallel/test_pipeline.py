@@ -137,18 +137,17 @@ def build_step(name, pp, microbatches):
 
 
 def accepted_microbatches(name, pp, maximum):
-    """Return the numbers of microbatches that are accepted. Each of them must run with the loss of the full model, also in an
-    evaluation between two steps, after which no parameter stays gathered."""
+    """Return the numbers of microbatches that are accepted. Each of them must run with the loss of the full model, also if the
+    step before had another number, and in an evaluation between two steps, after which no parameter stays gathered."""
     tokens, context = inputs(SIZES, batch=1)
     batch = Batch(tokens, tokens.roll(-1, 1), context.positions, context.documents, context.samples)
     expected = reference(SIZES)(tokens, context, head=CrossEntropyHead(batch.labels, 64)).item()
-    accepted = []
-    for microbatches in range(1, maximum + 1):
+    accepted, step = [], build_step(name, pp, maximum - maximum % pp)
+    for microbatches in range(maximum, 0, -1):
         try:
             check_microbatches(ParallelConfig(pp=pp, pipeline_schedule=name), microbatches)
         except ConfigError:
             continue
-        step = build_step(name, pp, microbatches)
         losses = [step([batch] * microbatches, torch.tensor(16 * microbatches))["loss"] for _ in range(2)]
         evaluated = step.evaluate([batch])
         assert all(isinstance(p, DTensor) for part in step.model_parts.values() for p in part.parameters())
@@ -156,7 +155,7 @@ def accepted_microbatches(name, pp, maximum):
         torch.testing.assert_close(torch.stack(losses) * 16, torch.full((3,), expected))
         assert (evaluated.sums["loss"].item(), evaluated.num_terms.item()) == (pytest.approx(expected, rel=1e-6), 16)
         accepted.append(microbatches)
-    return accepted
+    return accepted[::-1]
 
 
 def rejected_by_torch(name, pp, microbatches):

@@ -55,6 +55,15 @@ def test_runs_that_leave_the_margin_come_first_then_tight_ones_then_those_that_d
     assert sorted([large, tight, slow, fitting], key=lambda e: e.sort_key) == [fitting, slow, tight, large]
 
 
+def test_rates_are_those_of_the_largest_batch_and_the_duration_counts_samples():
+    plain = estimate_of(["--training.global_batch_size", "64", "--training.steps", "40"], {})
+    changing = estimate_of(["--training.batch_schedule.10", "64", "--training.steps", "40"], {})
+    assert changing.resolved.grad_accum == plain.resolved.grad_accum == 8
+    assert changing.tokens_per_second == plain.tokens_per_second
+    assert changing.run_s == pytest.approx((10 * 32 / 64 + 30) * changing.slowest.total_s)
+    assert changing.seconds_after(20) == plain.seconds_after(20)
+
+
 @pytest.mark.parametrize(
     ("point", "words"),
     [

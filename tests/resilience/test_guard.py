@@ -2,6 +2,7 @@
 
 import json
 import math
+from itertools import repeat
 from types import SimpleNamespace
 
 import numpy as np
@@ -160,7 +161,7 @@ def train(argv, faulty_steps=(), scale=float("nan"), skipped_steps=(), late=Fals
     with recorded_batches() as batches:
         trainer.train()
     tensors = {name: tensor for name, tensor in engine.tensors().items() if not name.startswith("stability/")}
-    hashes = microbatch_hashes(batches, trainer.data.partition.grad_accum)
+    hashes = microbatch_hashes(batches, repeat(trainer.data.partition.num_microbatches(8)))
     return hash_of(tensors), hashes, state.skipped_samples
 
 
@@ -210,6 +211,13 @@ def test_a_rollback_skips_the_samples_of_the_failed_steps(ranks, tiny, tmp_path,
     assert consumed == before + after
     state = json.loads((tmp_path / "run" / "checkpoints" / "step-00000006" / "train_state.json").read_text())
     assert (state["skipped_samples"], state["cursor"]) == ([[24, 40]], 48)
+
+
+def test_a_rollback_skips_the_samples_of_failed_steps_of_different_batch_sizes(ranks, tiny, tmp_path):
+    flags = [*ROLLBACK, "--checkpoint.interval_steps", "2", "--training.batch_schedule.4", "16"]
+    ((*_, skipped),) = run(ranks, 1, tiny, tmp_path / "run", *flags, faulty_steps=(4, 5))
+    assert skipped == [(24, 48)]  # 8 samples of step 4, and 16 of step 5
+    assert [r["cursor"] for r in records(tmp_path / "run")] == [8, 16, 24, 32, 48, 64]
 
 
 def test_the_run_fails_if_the_last_two_steps_are_non_finite_but_not_for_one(ranks, tiny, tmp_path):

@@ -73,6 +73,22 @@ def test_a_hang_exceeds_five_times_the_longest_step_that_did_not_compile(ranks):
     assert ranks(1).run(overdue_times) == [[0.0, 0.0, 0.0, 0.0, 0.0, 51.0, 0.0, 0.0, 146.0]]
 
 
+def overdue_of_a_larger_batch():
+    with simulated_clock() as (dog, overdue_after):
+        wait_for_data(dog, lambda: overdue_after(1))
+        dog.after_step(1)
+        overdue_after(10)
+        dog.after_step(2, growth=8.0)
+        first = overdue_after(399), overdue_after(2)
+        dog.after_step(3, growth=0.5)
+        return first, overdue_after(2000)
+
+
+def test_the_limit_grows_with_the_batch(ranks):
+    """The longest steps take 10 s, then 401 s, whose batch is 8 times larger."""
+    assert ranks(1).run(overdue_of_a_larger_batch) == [((0.0, 401.0), 0.0)]
+
+
 def overdue_before_the_second_step():
     """Return overdue_s of a first step that waits for data, of one that does not end, and of an evaluation after it."""
     with simulated_clock() as (dog, overdue_after):

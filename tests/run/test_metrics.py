@@ -30,12 +30,12 @@ from trainer.system.units import duration
 CPU = torch.device("cpu")
 
 
-def open_metrics(folder, first_step=0, steps=20, tensorboard=False, tokens_per_step=1, epochs=None):
+def open_metrics(folder, first_step=0, steps=20, tensorboard=False, tokens_per_step=1, epochs=None, schedule=None):
     names = ("console", "jsonl", *("tensorboard",) * tensorboard)
     config = MetricsConfig(interval_steps=5, sinks=names)
-    training = TrainingConfig(steps=steps, global_batch_size=tokens_per_step, seq_len=1)
+    training = TrainingConfig(steps=steps, global_batch_size=tokens_per_step, batch_schedule=schedule or {}, seq_len=1)
     resolved = replace(resolve(Config(), 2), flops_per_token=10**9)
-    sinks = build_sinks(names, LoggedRun("run", folder, steps, config, epochs), is_writer=True)
+    sinks = build_sinks(names, LoggedRun("run", folder, training, config, epochs), is_writer=True)
     metrics = Metrics(config, training, resolved, CPU, PhaseTimer(CPU), sinks, samples_per_epoch=4)
     metrics.rewind(first_step)
     return metrics
@@ -64,6 +64,19 @@ def lines(folder):
 def test_the_first_step_every_nth_step_and_the_last_step_are_due(tmp_path):
     assert [s for s in range(1, 21) if open_metrics(tmp_path).due(s)] == [1, 5, 10, 15, 20]
     assert [s for s in range(8, 23) if open_metrics(tmp_path, first_step=7, steps=22).due(s)] == [8, 10, 15, 20, 22]
+
+
+def test_a_record_ends_where_the_batch_size_changes(tmp_path, monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    metrics = open_metrics(tmp_path, tokens_per_step=100, schedule={"7": 300, "12": 50})
+    due = [step for step in range(1, 21) if metrics.due(step)]
+    assert due == [1, 5, 7, 10, 12, 15, 20]
+    for step in due:
+        clock[0] += 2.0 * (step - metrics.recorded_step)
+        log_step(metrics, step)
+    assert [r["global_batch_size"] for r in lines(tmp_path)] == [100, 100, 100, 300, 300, 50, 50]
+    assert [r["tokens_per_second"] for r in lines(tmp_path)] == [50, 50, 50, 150, 150, 25, 25]
 
 
 def test_throughput_excludes_evaluation_and_checkpoints(tmp_path, monkeypatch):
@@ -257,7 +270,7 @@ def test_the_console_shows_the_epochs_of_a_run_whose_length_is_given_so(tmp_path
 
 
 def test_the_remaining_time_counts_down_although_one_window_is_slow():
-    remaining = RemainingTime(1000)
+    remaining = RemainingTime(TrainingConfig(steps=1000))
     other = {"evaluation_time_s": 0.0, "samples_time_s": 0.0, "checkpoint_time_s": 0.0}
     first = remaining.after({"first_step": 1, "step": 1, "step_time_s": 60.0} | other)
     assert first == 999 * 60  # there is nothing better yet
@@ -271,6 +284,14 @@ def test_the_remaining_time_counts_down_although_one_window_is_slow():
     saves = {"evaluation_time_s": 10.0, "samples_time_s": 10.0, "checkpoint_time_s": 10.0}
     remaining.forget()
     assert remaining.after({"first_step": 1, "step": 10, "step_time_s": 1.0} | saves) == 990 * 4.0
+
+
+def test_the_remaining_time_counts_samples():
+    remaining = RemainingTime(TrainingConfig(steps=20, global_batch_size=2, batch_schedule={"10": 8}))
+    record = {"step_time_s": 1.0, "evaluation_time_s": 0.0, "samples_time_s": 0.0, "checkpoint_time_s": 0.0}
+    assert remaining.after({"first_step": 1, "step": 2} | record) == 8 + 10 * 4
+    assert remaining.after({"first_step": 3, "step": 10} | record) == 10 * 4
+    assert remaining.after({"first_step": 11, "step": 15} | record | {"step_time_s": 4.0}) == pytest.approx(5 * 4)
 
 
 def test_durations():

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from trainer.batch import IGNORE_INDEX, Batch
-from trainer.config import Config, TrainingConfig
+from trainer.config import Config, ConfigError, TrainingConfig
 from trainer.data.sampling.phases import PERIOD, MixturePhase
 from trainer.run.training_data import epochs_of, target_share, with_steps
 from trainer.state import TrainState
@@ -28,8 +28,8 @@ class HalfTargets:
         return Batch(labels, labels, labels, labels, torch.from_numpy(samples))
 
 
-def steps_of(epochs, count, batch, saved=None):
-    config = Config(training=TrainingConfig(epochs=epochs, global_batch_size=batch))
+def steps_of(epochs, count, batch, saved=None, schedule=None):
+    config = Config(training=TrainingConfig(epochs=epochs, global_batch_size=batch, batch_schedule=schedule or {}))
     datasets = SimpleNamespace(training=HalfTargets(count, 4))
     resolved = with_steps(config, datasets, saved)
     assert resolved.training.epochs is None
@@ -49,6 +49,23 @@ def test_a_resumed_run_with_another_batch_size_still_ends_with_its_last_epoch():
     assert steps_of(2, 100, 10, saved) == 20
     assert steps_of(2, 100, 50, saved) == 5 + 3
     assert steps_of(0.25, 100, 10, saved) == 5  # nothing is left
+
+
+def test_the_epochs_of_a_run_whose_batch_size_changes():
+    schedule = {"22": 40, "9": 20}  # any order
+    assert steps_of(4, 100, 10, schedule=schedule) == 9 + 13 + -(-(400 - 90 - 260) // 40)
+    assert steps_of(7, 100, 10, schedule=schedule) == 9 + 13 + -(-(700 - 90 - 260) // 40)
+    assert steps_of(4, 100, 10, TrainState(step=9, cursor=90), schedule) == 24
+    assert steps_of(4, 100, 10, TrainState(step=20, cursor=290), schedule) == 22 + -(-(400 - 290 - 40) // 40)
+    with pytest.raises(ConfigError) as error:
+        steps_of(2, 100, 10, schedule=schedule)
+    assert (error.value.key, error.value.message) == (
+        "training.batch_schedule.22",
+        "no step would have this size, because the run ends after 15 steps, with [training] epochs = 2",
+    )
+    training = TrainingConfig(steps=12, global_batch_size=10, batch_schedule=schedule)
+    datasets = SimpleNamespace(training=HalfTargets(100, 4), sizes=(100,), phases=(MixturePhase(0, ("a",), (PERIOD,)),))
+    assert epochs_of(Config(training=training), datasets, TrainState()) == (1.5, {"a": 1.5})
 
 
 def test_the_epochs_of_a_resumed_run_count_what_it_has_consumed():

@@ -52,7 +52,8 @@ def test_an_interrupted_range_test_continues_and_has_the_losses_of_a_run_with_it
     expected = records(tmp_path / "reference")
     argv = [*tiny, *in_folder(tmp_path / "mine")]
     folder = tmp_path / "mine-find-lr"
-    (tmp_path / "test.toml").write_text(to_toml(settings_of_test(load_config(argv), 1e-5, 1e-1, STEPS)))
+    schedule = ["--training.batch_schedule.2", "16"]  # a range test has the first size
+    (tmp_path / "test.toml").write_text(to_toml(settings_of_test(load_config([*argv, *schedule]), 1e-5, 1e-1, STEPS)))
     ranks(1).run(until, ["--config", str(tmp_path / "test.toml")], 7)
     stopped = checkpoint_of(folder).name
 

@@ -1,5 +1,6 @@
 import re
 import shutil
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -19,14 +20,16 @@ def script(run, step, *words):
 def consumed(argv):
     """Train; return the tokens of each sample of each step."""
     trainer = trainer_from(argv)
+    training = trainer.config.training
+    sizes = [training.batch_size(step) for step in range(trainer.state.step + 1, training.steps + 1)]
     with recorded_batches() as batches:
         trainer.train()
-    n = trainer.data.partition.grad_accum
-    return [[row for batch in batches[i : i + n] for row in batch.tokens.tolist()] for i in range(0, len(batches), n)]
+    rows = (row for batch in batches for row in batch.tokens.tolist())
+    return [list(islice(rows, size)) for size in sizes]
 
 
 def test_the_printed_samples_of_a_step_are_those_it_consumed(ranks, tiny, tmp_path):
-    """Two datasets. The run is killed at step 4, resumes from step 2 with another batch size, and is killed at step 5."""
+    """Two datasets. The run is killed at step 4, resumes from step 2 with other batch sizes, and is killed at step 5."""
     for name, seed in (("a", 1), ("b", 2)):
         write_corpus(tmp_path / name, 60, seed)
     lines = Path(tiny[1]).read_text().splitlines()
@@ -37,7 +40,7 @@ def test_the_printed_samples_of_a_step_are_those_it_consumed(ranks, tiny, tmp_pa
     argv += ["--metrics.interval_steps", "9", "--checkpoint.interval_steps", "2", "--training.global_batch_size"]
     (steps,) = ranks(1).run(consumed, [*argv, "8", "--training.steps", "4"])
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000004")
-    steps[2:] = ranks(1).run(consumed, [*argv, "4", "--training.steps", "5"])[0]
+    steps[2:] = ranks(1).run(consumed, [*argv, "4", "--training.batch_schedule.3", "6", "--training.steps", "5"])[0]
     (tmp_path / "run" / "checkpoints" / "step-00000005" / "train_state.json").write_text("{")
     with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "train", "st')
@@ -49,10 +52,10 @@ def test_the_printed_samples_of_a_step_are_those_it_consumed(ranks, tiny, tmp_pa
         printed += [line.split(maxsplit=3) for line in lines]
         assert [line[3] for line in printed[-len(tokens) :]] == [repr(tokenizer.decode(row)[:60]) for row in tokens]
     complete = script(tmp_path / "run", 5, "--show")[1]
-    assert sum(": 32 positions, 32 targets (100.0 %)" in line for line in complete) == 4
+    assert sum(": 32 positions, 32 targets (100.0 %)" in line for line in complete) == 6
     assert tokenizer.decode(steps[-1][-1]) in re.sub("[⟦⟧⟨⟩]", "", "\n".join(complete))
-    assert [int(position) for position, *_ in printed] == list(range(28))
-    assert [name for _, name, *_ in printed].count("a") == 21
+    assert [int(position) for position, *_ in printed] == list(range(32))
+    assert [name for _, name, *_ in printed].count("a") == 24
 
 
 @pytest.mark.parametrize("record", ['{"kind": "train"}', '{"kind": "train", "step": 1, "first_step": null}'])

@@ -4,6 +4,7 @@ import os
 import re
 import sys
 from collections.abc import Collection, Iterator
+from itertools import pairwise
 from typing import get_args
 
 from trainer.config.errors import ConfigError
@@ -11,6 +12,7 @@ from trainer.config.fields import settings
 from trainer.config.schema.config import Config
 from trainer.config.schema.data import DOCUMENT_COLUMNS, MESSAGE_COLUMNS
 from trainer.config.schema.model import ModelFamily
+from trainer.config.schema.training import TrainingConfig
 from trainer.system.paths import path_error
 from trainer.system.spelling import did_you_mean
 
@@ -77,6 +79,7 @@ def _rules(config: Config) -> Iterator[tuple[str, object, str]]:
     has_steps = "training.steps" in config.origins or training.steps != settings()["training.steps"].default
     message = f"replaces [training] steps, but steps = {training.steps} is set too; remove one of them"
     yield "training.epochs", training.epochs is not None and has_steps, message
+    yield from _batch_rules(training)
     yield "checkpoint.init_from", config.lora.rank and not config.checkpoint.init_from, "is required with [lora] rank"
     message = "cannot be combined with [lora] rank, which keeps the base model unchanged"
     yield "checkpoint.init_exclude", config.lora.rank and config.checkpoint.init_exclude, message
@@ -98,6 +101,18 @@ def _rules(config: Config) -> Iterator[tuple[str, object, str]]:
     )
     yield "resilience.hang_timeout_s", config.resilience.hang_timeout_s >= limit, message
     yield from _optimizer_rules(config)
+
+
+def _batch_rules(training: TrainingConfig) -> Iterator[tuple[str, object, str]]:
+    for steps in training.batch_schedule:
+        is_number = re.fullmatch("[1-9][0-9]{0,11}", steps)
+        message = f"{steps!r} must be the number of completed steps after which the size changes, such as 1000"
+        yield f"training.batch_schedule.{steps}", not is_number, message
+    for (_, before), (steps, size) in pairwise(training.batch_sizes):
+        key = f"training.batch_schedule.{steps}"
+        yield key, size == before, f"must differ from the size of the steps before, {before}"
+        message = f"no step would have this size, because the run ends after [training] steps = {training.steps}"
+        yield key, training.epochs is None and steps >= training.steps, message
 
 
 def _families() -> Collection[str]:

@@ -24,21 +24,20 @@ from trainer.runtime.distributed import sum_over
 class Balance(nn.Module):
     """Attaches the losses of one layer's router, and counts the assignments of tokens to its experts."""
 
-    def __init__(
-        self, config: ExpertsConfig, global_batch_size: int, meshes: Meshes, n_experts: int, device: torch.device
-    ):
+    def __init__(self, config: ExpertsConfig, meshes: Meshes, n_experts: int, device: torch.device):
         """Read the settings.
 
         Args:
             config: Coefficients of the losses.
-            global_batch_size: Samples per step, by which the losses are divided.
             meshes: The device meshes.
             n_experts: Number of the layer's experts.
             device: Of the statistics.
         """
         super().__init__()
         self.balance_loss, self.z_loss = config.balance_loss, config.z_loss
-        self.num_samples = global_batch_size
+        self.num_samples = torch.ones((), device=device)
+        """Number of samples in the step, by which the losses are divided, a scalar. A number would be a constant of the compiled
+        block, which each batch size would compile again."""
         tp, cp = meshes.model["tp"], meshes.data["cp"]
         self.tp_rank, self.tp_ranks = tp.get_local_rank(), tp.size()
         self.groups = [axis.get_group() for axis in (tp, cp) if axis.size() > 1]
@@ -110,13 +109,11 @@ class _Attach(torch.autograd.Function):
         return gradient, gradient.new_ones((), dtype=torch.float32), None, None
 
 
-def apply_balance(
-    model: nn.Module, config: ExpertsConfig, global_batch_size: int, meshes: Meshes, device: torch.device
-) -> None:
+def apply_balance(model: nn.Module, config: ExpertsConfig, meshes: Meshes, device: torch.device) -> None:
     """Give each mixture of experts its losses and statistics, in place. See Balance for the arguments."""
     for module in model.modules():
         if isinstance(module, MixtureOfExperts):
-            module.balance = Balance(config, global_batch_size, meshes, module.n_experts, device)
+            module.balance = Balance(config, meshes, module.n_experts, device)
 
 
 class Load:
@@ -140,12 +137,20 @@ class Load:
             mixtures = [module for module in block.modules() if isinstance(module, MixtureOfExperts)]
             assert len(mixtures) <= 1, f"block {name} has several mixtures of experts, whose loads would be one"
             self.layers |= {int(name): mixture for mixture in mixtures}
+        self.num_samples = 1
+        """Number of samples in the step."""
         self.shape, self.device = (len(layers), sizes.n_experts), device
         self.counts = torch.zeros(self.shape, dtype=torch.float64, device=device)
         """Number of valid tokens sent to each expert in the last step, over all ranks, (layers, experts). Exact in fp64."""
 
-    def take(self, num_samples: int) -> dict[str, Tensor]:
-        """Return metrics of the step by name, over all ranks, and start the next step. num_samples: samples of the step.
+    def start_step(self, num_samples: int) -> None:
+        """Set the number of samples in the step."""
+        self.num_samples = num_samples
+        for mixture in self.layers.values():
+            mixture.balance.num_samples.fill_(num_samples)
+
+    def take(self) -> dict[str, Tensor]:
+        """Return metrics of the step by name, over all ranks.
 
         balance_loss, router_z_loss: Means over samples and layers.
         expert_load_violation: Load of a layer's busiest expert, relative to the mean load, minus 1; mean over layers.
@@ -158,7 +163,7 @@ class Load:
             packed[self.rows[layer]] = mixture.balance.totals
             mixture.balance.totals.zero_()
         packed = sum_over(packed, dist.group.WORLD)
-        counts, losses = packed[:, :-2], packed[:, -2:].mean(0) / num_samples
+        counts, losses = packed[:, :-2], packed[:, -2:].mean(0) / self.num_samples
         self.counts = counts
         shares = counts / counts.sum(1, keepdim=True).clamp(min=1)  # (layers, experts)
         violation = shares.amax(1) * self.shape[1] - 1

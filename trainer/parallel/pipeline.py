@@ -172,10 +172,10 @@ def min_microbatches(config: ParallelConfig) -> int:
     return config.pp * (2 if config.pp > 1 and config.pipeline_schedule == "DualPipeV" else 1)
 
 
-def check_microbatches(config: ParallelConfig, microbatches: int) -> None:
-    """Raise ConfigError if the schedule cannot run this number of microbatches per step."""
+def check_microbatches(config: ParallelConfig, microbatches: int, step: str = "the step") -> None:
+    """Raise ConfigError if the schedule cannot run this number of microbatches per step. step: name of the step in messages."""
     minimum = min_microbatches(config)
-    count = f"the step has {microbatches} microbatch{'es' * (microbatches > 1)} of local_batch_size samples"
+    count = f"{step} has {microbatches} microbatch{'es' * (microbatches > 1)} of local_batch_size samples"
     if microbatches < minimum:
         raise ConfigError("parallel.pp", f"{count}, but {config.pipeline_schedule} needs at least {minimum}")
     rounds = microbatches // config.pp
@@ -191,7 +191,7 @@ class PipelineStep(Step):
     schedule_name: str
     """Name of the schedule, a key of SCHEDULES."""
     num_microbatches: int
-    """Number of microbatches per step."""
+    """Number of microbatches for which torch's schedule is built. A step with another number builds a new one."""
     hidden: Tensor
     """Tensor with the shape, dtype and device of the hidden state that a stage sends to the next stage."""
     pipeline_group: ProcessGroup
@@ -201,6 +201,10 @@ class PipelineStep(Step):
         self.num_terms, self.results = torch.ones((), device=self.hidden.device), []
         for part in self.model_parts.values():
             part.register_forward_pre_hook(self._replace_labels_by_head, with_kwargs=True)
+        self._build_schedule()
+
+    def _build_schedule(self) -> None:
+        # New stages too: torch's stages hold buffers for each microbatch.
         stages = [self._torch_stage(part, stage) for stage, part in self.model_parts.items()]
         cls = get_schedule_class(self.schedule_name)
         self.schedule = cls(
@@ -234,6 +238,9 @@ class PipelineStep(Step):
         return result.reshape(-1)[:1].sum()  # not a view: torch's schedules detach it in place
 
     def _forward_backward(self, microbatches: Sequence[Batch], num_terms: Tensor) -> Sequence[Tensor]:
+        if len(microbatches) != self.num_microbatches:
+            self.num_microbatches = len(microbatches)
+            self._build_schedule()
         self.num_terms, self.results = num_terms, []
         batch = Batch.cat([self.shard_sequence(batch) for batch in microbatches])
         reference = {} if batch.reference is None else {"reference": batch.reference}

@@ -58,7 +58,7 @@ class RunEstimate:
     config: Config
     resolved: ResolvedRun
     simulations: list[Simulation]
-    """Simulations of the representative ranks."""
+    """Simulations of the representative ranks, in a step with the largest batch of the run."""
     hardware: Hardware
     expert_imbalance: float = 0.0
     """The experts of a simulated rank get 1 + expert_imbalance times the mean rows of the ranks of ep."""
@@ -110,13 +110,19 @@ class RunEstimate:
     @property
     def run_s(self) -> float | None:
         """Duration of the run's steps in seconds, or None if its length is given in epochs of data that are not read here."""
+        return self.seconds_after(0) if self.config.training.epochs is None else None
+
+    def seconds_after(self, done: int) -> float:
+        """Return the duration of the steps after step `done` in seconds. A step with a smaller batch than the simulated one is
+        assumed to take as much less time; it takes longer."""
         training = self.config.training
-        return training.steps * self.slowest.total_s if training.epochs is None else None
+        batches = training.samples_between(done, training.steps) / training.largest_batch_size
+        return batches * self.slowest.total_s
 
     @property
     def tokens_per_second(self) -> float:
         training = self.config.training
-        return training.global_batch_size * training.seq_len / self.slowest.total_s
+        return training.largest_batch_size * training.seq_len / self.slowest.total_s
 
     @property
     def mfu(self) -> float:

@@ -47,7 +47,8 @@ def as_text(estimate: RunEstimate, device: str, tokens: float | None, price: flo
         price: Price of a device for an hour. None: no price.
     """
     training = estimate.config.training
-    step = f"{counted(training.global_batch_size, 'sample')} of {training.seq_len} tokens per step"
+    step = f"{counted(training.largest_batch_size, 'sample')} of {training.seq_len} tokens per step"
+    step += " (the largest batch, of which memory, traffic and step time are)" * bool(training.batch_schedule)
     lines = [
         headline(estimate, device),
         f"{step}, {counted(estimate.resolved.grad_accum, 'microbatch', plural='microbatches')} on each rank",

@@ -172,7 +172,7 @@ def _shallow(candidate: Candidate, n_layers: int, world_size: int) -> Config:
         config,
         model=replace(config.model, overrides=overrides),
         parallel=replace(config.parallel, pp=1),
-        training=replace(config.training, global_batch_size=batch, reduce_every_microbatch=False),
+        training=replace(config.training, global_batch_size=batch, batch_schedule={}, reduce_every_microbatch=False),
     )
 
 
@@ -227,7 +227,7 @@ def _likely_speed(candidate: Candidate, cost: _BlockCost, hardware: Hardware) ->
         overlapped_s += seconds if once else seconds * resolved.grad_accum
     step_s = blocks_per_rank(resolved) * max(exposed_s, overlapped_s)
     idle = pipeline_bubble(candidate.config.parallel, resolved.grad_accum)
-    return training.global_batch_size * training.seq_len / step_s * (1 - idle)
+    return training.largest_batch_size * training.seq_len / step_s * (1 - idle)
 
 
 def _first_group(axis: str, dims: ParallelDims) -> range:

@@ -62,7 +62,7 @@ class Watchdog:
         self.clock = RunningClock(self.beat_s)
         self.step = 0
         self.longest_s = 0.0
-        """Duration of the longest step that did not compile."""
+        """Duration of the longest step that did not compile. It grows with the batch."""
         self.num_loaded, self.longest_load_s = 0, 0.0
         """Number of microbatches that were awaited, and the longest wait for one of them."""
         self.since: float | None = None
@@ -85,10 +85,17 @@ class Watchdog:
             threading.Thread(target=self._watch_neighbour, daemon=True).start()
         threading.Thread(target=self._watch, daemon=True).start()
 
-    def after_step(self, step: int) -> None:
+    def after_step(self, step: int, growth: float = 1.0) -> None:
+        """Begin a new step.
+
+        Args:
+            step: Number of the step that is complete.
+            growth: Size of the next batch, relative to that of this one.
+        """
         now = self.clock.now()
         if self.since is not None and not self.may_compile:
             self.longest_s = max(self.longest_s, now - self.since)
+        self.longest_s *= max(1.0, growth)
         self.since, self.step, self.may_compile = now, step, False
 
     def loading(self, batches: Iterator[T]) -> Iterator[T]:

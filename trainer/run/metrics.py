@@ -63,7 +63,8 @@ class Metrics:
             self.spent[name] = self.spent.get(name, 0.0) + time.perf_counter() - start
 
     def due(self, step: int) -> bool:
-        return step % self.config.interval_steps == 0 or step in (self.first_step + 1, self.training.steps)
+        is_due = step % self.config.interval_steps == 0 or step in (self.first_step + 1, self.training.steps)
+        return is_due or step in (last for last, _ in self.training.batch_sizes)
 
     def log_step(self, state: TrainState, outcome: StepOutcome, lr: float, objective: dict[str, Any]) -> None:
         """Record a step whose work on the device is complete. objective: number of target tokens or pairs over all ranks, and the
@@ -74,7 +75,8 @@ class Metrics:
         phases, not_training = self.phases.take_seconds(), sum(spent.get(name, 0.0) for name in _NOT_TRAINING)
         num_steps = step - self.recorded_step
         step_time = (now - self.window_start - not_training) / num_steps
-        per_second = training.global_batch_size * training.seq_len / step_time
+        num_samples = training.batch_size(step)  # of each step: no record spans a change
+        per_second = num_samples * training.seq_len / step_time
         per_second_per_rank = per_second / self.resolved.dims.world_size
         flops = per_second_per_rank * self.resolved.flops_per_token
         memory_end = devices.memory_now(self.device)
@@ -89,7 +91,7 @@ class Metrics:
             "epochs_seen": state.cursor / self.samples_per_epoch,
             # The samples that the steps of this record consumed.
             "first_step": self.recorded_step + 1,
-            "global_batch_size": training.global_batch_size,
+            "global_batch_size": num_samples,
             "cursor": state.cursor,
             "skipped_samples": state.skipped_samples,
             "skipped_steps": outcome.total_skips,

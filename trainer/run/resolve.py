@@ -63,7 +63,7 @@ class ResolvedRun:
     compiled: bool
     """Whether blocks are compiled and, without tensor parallelism, the loss."""
     grad_accum: int
-    """Number of microbatches per step on each rank."""
+    """Number of microbatches per step on each rank; with [training] batch_schedule, of the steps with the largest batch."""
     flops_per_token: int
     fingerprint: dict[str, Any]
     """Setting or dimension -> value. The values must be equal in a checkpoint and in a run that resumes from it."""
@@ -96,12 +96,7 @@ def resolve(config: Config, world_size: int) -> ResolvedRun:
     if training.epochs is None:
         require_profiled_step(config.profiling, training.steps)
     check_divisibility(dims, plan, sizes, name, config.parallel, training.seq_len)
-    samples = training.local_batch_size * dims.batch
-    if training.global_batch_size % samples:
-        factors = f"local_batch_size {training.local_batch_size} x {dims.batch} data-parallel ranks"
-        raise ConfigError("training.global_batch_size", f"must be a multiple of {factors} = {samples}")
-    if dims.pp > 1:
-        check_microbatches(config.parallel, training.global_batch_size // samples)
+    _check_batch_sizes(config, dims)
     trained = select_parameters(model, plan, config.lora)
     if config.lora.rank and config.checkpoint.resize_embeddings:
         require_trained_vocabulary(model, plan, trained)
@@ -144,7 +139,7 @@ def resolve(config: Config, world_size: int) -> ResolvedRun:
         weight_names=frozenset(saved_weights(model)),
         saved_names=trained.names | (buffers if config.lora.rank is None else frozenset()),
         compiled=compiled,
-        grad_accum=training.global_batch_size // samples,
+        grad_accum=training.largest_batch_size // (training.local_batch_size * dims.batch),
         num_parameters=sum(p.numel() for p in model.parameters()),
         trained=trained,
         num_trained=num_trained,
@@ -178,6 +173,19 @@ def _width_ratio(config: OptimizerConfig, sizes: Any, plan: ParallelPlan, name: 
         message = f"must be at least {least}, the width of {name} with one head instead of {sizes.n_heads}"
         raise ConfigError("optimizer.base_width", f"{message}: heads keep their width")
     return config.base_width / sizes.dim
+
+
+def _check_batch_sizes(config: Config, dims: ParallelDims) -> None:
+    """Raise ConfigError if the ranks cannot divide one of the batch sizes into microbatches."""
+    training = config.training
+    samples = training.local_batch_size * dims.batch
+    for steps, size in training.batch_sizes:
+        if size % samples:
+            key = f"training.batch_schedule.{steps}" if steps else "training.global_batch_size"
+            factors = f"local_batch_size {training.local_batch_size} x {dims.batch} data-parallel ranks"
+            raise ConfigError(key, f"must be a multiple of {factors} = {samples}")
+        if dims.pp > 1:
+            check_microbatches(config.parallel, size // samples, f"a step after step {steps}" if steps else "the step")
 
 
 def _muon_matrices(model: Model, plan: ParallelPlan) -> set[str]:

@@ -21,7 +21,7 @@ from trainer.checkpoint.export import export_run
 from trainer.checkpoint.huggingface import window_and_generation
 from trainer.checkpoint.model_metadata import CHAT_TEMPLATE, GENERATION_CONFIG, ModelMetadata
 from trainer.checkpoint.resume import ResumePoint
-from trainer.config import Config, ConfigError, errors_about
+from trainer.config import Config, ConfigError, TrainingConfig, errors_about
 from trainer.config.model_source import resolve_checkpoint
 from trainer.config.render import to_toml
 from trainer.data.build import Datasets
@@ -334,7 +334,7 @@ def log_data(config: Config, grad_accum: int, data: Datasets, epochs: float, tar
     """Log the data of the run, and warn if the schedule does not fit into it.
 
     Args:
-        grad_accum: Number of microbatches per step on each rank.
+        grad_accum: Largest number of microbatches per step on each rank.
         epochs: Number of epochs at the end of the run.
         targets: Share of the tokens that are targets.
     """
@@ -342,7 +342,8 @@ def log_data(config: Config, grad_accum: int, data: Datasets, epochs: float, tar
     console.info(
         f"data {data.name}: {counted(len(data.training), 'sample')} of {training.seq_len} tokens "
         f"({100 * targets:.3g} % targets), "
-        f"{training.global_batch_size} per step, in {counted(grad_accum, 'microbatch', plural='microbatches')} per rank; "
+        f"{training.global_batch_size} per step{later_batch_sizes(training)}, in "
+        f"{'up to ' * bool(training.batch_schedule)}{counted(grad_accum, 'microbatch', plural='microbatches')} per rank; "
         f"{counted(training.steps, 'step')} make{'s' * (training.steps == 1)} {counted(epochs, 'epoch', '.3g')}"
     )
     schedule, steps = config.lr_schedule, training.steps
@@ -353,6 +354,12 @@ def log_data(config: Config, grad_accum: int, data: Datasets, epochs: float, tar
         )
     if line := many_epochs(config, len(data.training), epochs):
         console.info(line)
+
+
+def later_batch_sizes(training: TrainingConfig) -> str:
+    """Return " (64 after step 1000, 128 after step 4000)", or "" if the batch size does not change."""
+    changes = ", ".join(f"{size} after step {steps}" for steps, size in training.batch_sizes[1:])
+    return f" ({changes})" if changes else ""
 
 
 def many_epochs(config: Config, num_samples: int, epochs: float) -> str:

@@ -10,7 +10,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from trainer.batch import IGNORE_INDEX, Batch
-from trainer.config import Config, TrainingConfig
+from trainer.config import Config, ConfigError, TrainingConfig
 from trainer.data.build import Datasets, open_datasets
 from trainer.data.datasets import prepare_datasets
 from trainer.data.sampling.loader import BatchPartition, SampleOrder, training_batches
@@ -20,6 +20,7 @@ from trainer.data.tokenizer.protocol import Tokenizer
 from trainer.resilience.stop_signals import StopRequest
 from trainer.runtime.distributed import once_per_node, require_agreement
 from trainer.state import TrainState
+from trainer.system.spelling import counted
 
 _COUNTED_SAMPLES, _COUNTED_TOKENS = 256, 2**20
 """Maximum numbers of samples and of tokens in which targets are counted at the start."""
@@ -46,7 +47,11 @@ def with_steps(config: Config, datasets: Datasets, saved: TrainState | None) -> 
         return config
     # From its text: 1.1 as a binary fraction is larger than 1.1.
     samples = math.ceil(Fraction(str(training.epochs)) * len(datasets.training))
-    steps = done.step + max(0, -(-(samples - done.cursor) // training.global_batch_size))
+    steps = done.step + training.steps_to_consume(samples - done.cursor, done.step)
+    if (last := training.batch_sizes[-1][0]) >= steps:
+        end = f"{counted(steps, 'step')}, with [training] epochs = {training.epochs:g}"
+        message = f"no step would have this size, because the run ends after {end}"
+        raise ConfigError(f"training.batch_schedule.{last}", message)
     return replace(config, training=replace(training, steps=steps, epochs=None))
 
 
@@ -54,7 +59,7 @@ def epochs_of(config: Config, datasets: Datasets, state: TrainState) -> tuple[fl
     """Return the number of epochs that the run has made when it ends: of all training data, and of each dataset that has
     samples. state: progress of the run, whose earlier steps may have had another batch size."""
     training, order = config.training, sample_order(config, datasets, state)
-    cursor = state.cursor + max(0, training.steps - state.step) * training.global_batch_size
+    cursor = state.cursor + training.samples_between(state.step, training.steps)
     counts = order.consumed(cursor).tolist()
     each = zip(datasets.phases[0].names, counts, datasets.sizes, strict=True)
     return cursor / len(datasets.training), {name: count / size for name, count, size in each if size}
@@ -71,7 +76,6 @@ def target_share(samples: Samples) -> float:
 def partition_of_batch(training: TrainingConfig, batch_axis: DeviceMesh) -> BatchPartition:
     """batch_axis: batch axis of the data mesh."""
     return BatchPartition(
-        global_batch_size=training.global_batch_size,
         local_batch_size=training.local_batch_size,
         rank=batch_axis.get_local_rank(),
         ranks=batch_axis.size(),

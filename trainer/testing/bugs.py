@@ -129,12 +129,18 @@ def _losses_detached() -> AbstractContextManager:
     return patch.object(Balance, "_losses", lambda *args: original(*args).detach())
 
 
+def _divided_by_one_microbatch() -> AbstractContextManager:
+    """Divide the losses of routers by half the samples of a step, which has two microbatches."""
+    original = Load.start_step
+    return patch.object(Load, "start_step", lambda load, num_samples: original(load, num_samples // 2))
+
+
 def _load_of_one_rank() -> AbstractContextManager:
     original = Load.take
 
-    def take(load: Load, num_samples: int) -> dict[str, Tensor]:
+    def take(load: Load) -> dict[str, Tensor]:
         with patch.object(balance, "sum_over", lambda counts, group: counts):
-            return original(load, num_samples)
+            return original(load)
 
     return patch.object(Load, "take", take)
 
@@ -147,7 +153,7 @@ def _correct_each_microbatch(engine: Engine) -> None:
 
     def start_microbatch(is_last: bool) -> None:
         if next(microbatches):
-            load.take(1)
+            load.take()
             load.correct(torch.tensor(False))
         start(is_last)
 
@@ -296,7 +302,7 @@ BUGS = {
     "balance loss without a gradient": Bug(("dp_shard=2",), _losses_detached, applies=_has_balance_loss),
     "balance loss not divided by the number of microbatches": Bug(
         ("dp_shard=2",),
-        lambda: _after_init(Balance, lambda module: setattr(module, "num_samples", module.num_samples // 2)),
+        _divided_by_one_microbatch,
         applies=_has_balance_loss,
         microbatches=2,
     ),

@@ -14,6 +14,7 @@ from trainer.system.spelling import did_you_mean
 
 DEBUG_FAMILIES = [name for name, spec in MODELS.items() if "debug" in spec.sizes]
 """Model families with a size for a laptop."""
+_CHANGING_BATCH = "training.batch_schedule.1=48 training.batch_schedule.2=32"
 PARITY_MATRIX = [
     *(f"dp_shard={n}" for n in (2, 4, 8)),
     "dp_replicate=2",
@@ -55,6 +56,7 @@ PARITY_MATRIX = [
     "dp_shard=2 tp=2 compile.enabled=true activation_checkpoint.mode=selective",
     "dp_shard=2 tp=2 compile.enabled=true activation_checkpoint.mode=full",
     "tp=2 compile.enabled=true activation_checkpoint.mode=budget",
+    *(f"{layout} {_CHANGING_BATCH}" for layout in ("dp_shard=2", "tp=2 pp=2 pipeline_schedule=Interleaved1F1B")),
 ]  # fmt: skip
 EXPERT_MATRIX = [
     *(f"dp_shard={n} ep={n}" for n in (2, 4)),
@@ -80,6 +82,7 @@ EXPERT_MATRIX = [
     "dp_shard=2 ep=2 reduce_dtype=bf16 training.compute_dtype=bf16",
     *(f"{layout} compile.enabled=true" for layout in ("dp_shard=1", "dp_shard=2 ep=2", "tp=2 ep=2")),
     *(f"dp_shard=2 ep=2 compile.enabled=true activation_checkpoint.mode={mode}" for mode in ("full", "selective")),
+    *(f"{layout} {_CHANGING_BATCH}" for layout in ("dp_shard=2 ep=2", "dp_shard=2 pp=2 ep=2")),
 ]  # fmt: skip
 """Layouts of models with experts, besides those of PARITY_MATRIX."""
 

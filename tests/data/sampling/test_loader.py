@@ -28,10 +28,8 @@ def samples(num_samples=37):
     )
 
 
-def partition(rank=0, ranks=1, global_batch_size=12, local_batch_size=2):
-    return BatchPartition(
-        global_batch_size=global_batch_size, local_batch_size=local_batch_size, rank=rank, ranks=ranks
-    )
+def partition(rank=0, ranks=1, local_batch_size=2):
+    return BatchPartition(local_batch_size=local_batch_size, rank=rank, ranks=ranks)
 
 
 def indices(batch):
@@ -47,7 +45,8 @@ def step_samples(ranks, cursor, step, num_workers=0):
         local = partition(rank, ranks)
         config = DataConfig(num_workers=num_workers)
         batches = training_batches(samples(), order, local, cursor, config, pin_memory=False)
-        per_rank.append(list(islice(batches, step * local.grad_accum, (step + 1) * local.grad_accum)))
+        per_step = local.num_microbatches(12)
+        per_rank.append(list(islice(batches, step * per_step, (step + 1) * per_step)))
     return [i for microbatches in zip(*per_rank, strict=True) for batch in microbatches for i in indices(batch)]
 
 
@@ -155,10 +154,10 @@ def read(mixed, ranks, first_step, last_step, workers=0):
     samples, order = mixed
     per_rank = []
     for rank in range(ranks):
-        local = partition(rank, ranks, global_batch_size=16)
+        local = partition(rank, ranks)
         config = DataConfig(num_workers=workers)
         batches = training_batches(samples, order, local, (first_step - 1) * 16, config, pin_memory=False)
-        per_rank.append(list(islice(batches, (last_step - first_step + 1) * local.grad_accum)))
+        per_rank.append(list(islice(batches, (last_step - first_step + 1) * local.num_microbatches(16))))
     microbatches = [batch.tokens for batches in zip(*per_rank, strict=True) for batch in batches]
     per_step = len(microbatches) // (last_step - first_step + 1)
     steps = [torch.cat(microbatches[i : i + per_step]) for i in range(0, len(microbatches), per_step)]

@@ -24,7 +24,7 @@ from trainer.data.sampling.workers import LoadingFailed, WorkerPool
 from trainer.data.store.store import TokenStore
 
 SEQ, SAMPLES = 1024, 64
-PARTITION = BatchPartition(global_batch_size=4, local_batch_size=4, rank=0, ranks=1)
+PARTITION = BatchPartition(local_batch_size=4, rank=0, ranks=1)
 
 
 def samples(tokens=None):

@@ -10,7 +10,7 @@ from pathlib import Path
 from unittest import mock
 
 from tests.training_runs import trainer_from
-from trainer.config import MetricsConfig
+from trainer.config import MetricsConfig, TrainingConfig
 from trainer.resilience.guard import StabilityGuard
 from trainer.run.sinks import delivery
 from trainer.run.sinks.delivery import Delivery
@@ -101,7 +101,7 @@ def logged_run(folder: Path, **settings: object) -> LoggedRun:
     """A run whose folder has the files that services read."""
     (folder / "config.toml").write_text("[training]\nsteps = 20\n[model.overrides]\nn_layers = 2\n")
     (folder / "environment.json").write_text('{"git_commit": "0123", "packages": {"torch": "2.13.0"}}')
-    return LoggedRun("run", folder, STEPS, MetricsConfig(**settings))
+    return LoggedRun("run", folder, TrainingConfig(steps=STEPS), MetricsConfig(**settings))
 
 
 def record(step: int, loss: float) -> dict[str, object]:

@@ -1,14 +1,17 @@
 """Settings of the optimizer steps: batches, precision, optimizer, learning rate, loss."""
 
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Annotated, Literal
 
 from trainer.config.schema.constraint import FIXED, PER_NODE, Constraint, CountOrZero, Fraction, Steps, StepsOrZero
 
 PREFERRED = Constraint(only_with="[preference] loss != none")
 MUON = Constraint(only_with="[optimizer] name = muon")
-Samples = Annotated[int, Constraint(min=1, max=10**7, unit="samples")]
+SAMPLES = Constraint(min=1, max=10**7, unit="samples")
+Samples = Annotated[int, SAMPLES]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +25,10 @@ class TrainingConfig:
     seq_len: Annotated[int, Constraint(min=1, max=10**8, unit="tokens", fixed_on_resume=True)] = 2048
     """Number of tokens in a sample."""
     global_batch_size: Samples = 16
-    """Number of samples in one optimizer step, over all ranks and microbatches."""
+    """Number of samples in one optimizer step, over all ranks and microbatches; with batch_schedule, in the first steps."""
+    batch_schedule: Annotated[Mapping[str, int], SAMPLES, Constraint(free_keys=True)] = field(default_factory=dict)
+    """Batch sizes of later steps (docs/data.md): { 1000 = 64, 4000 = 128 } trains with global_batch_size samples up to step
+    1000, with 64 samples from step 1001 on, and with 128 from step 4001 on."""
     local_batch_size: Samples = 1
     """Number of samples in one microbatch on one data-parallel rank. Several microbatches make up the global batch."""
     compute_dtype: Literal["bf16", "fp32"] = "bf16"
@@ -39,6 +45,29 @@ class TrainingConfig:
     cpu_threads: Annotated[CountOrZero, PER_NODE] = 0
     """Number of threads per rank for CPU operators, at most the node's cores; 0: `OMP_NUM_THREADS` if it is set, otherwise the
     cores divided by the node's ranks."""
+
+    @property
+    def batch_sizes(self) -> tuple[tuple[int, int], ...]:
+        """Each batch size with the number of completed steps from which on it applies, in ascending order: (steps, samples)."""
+        later = sorted((int(steps), size) for steps, size in self.batch_schedule.items())
+        return ((0, self.global_batch_size), *later)
+
+    @property
+    def largest_batch_size(self) -> int:
+        return max(size for _, size in self.batch_sizes)
+
+    def batch_size(self, step: int) -> int:
+        """Return the number of samples in a step. step: its number, from 1."""
+        return next(size for first, size in reversed(self.batch_sizes) if first < step)
+
+    def samples_between(self, done: int, last: int) -> int:
+        """Return the number of samples in the steps after step `done`, up to and including step `last`."""
+        phases = pairwise((*self.batch_sizes, (max(done, last), 0)))
+        return sum(size * max(0, min(end, last) - max(first, done)) for (first, size), (end, _) in phases)
+
+    def steps_to_consume(self, samples: int, done: int) -> int:
+        """Return the number of steps after step `done` that consume at least this number of samples."""
+        return bisect_left(range(max(0, samples)), samples, key=lambda n: self.samples_between(done, done + n))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,8 +1,9 @@
 """The global order of samples and its partition into microbatches.
 
-A step at cursor c consumes samples [c, c + G) of the global order, where G is the global batch size. They are partitioned into
-microbatches of local_batch_size: at accumulation step j, rank r of W data-parallel ranks takes microbatch j * W + r. Neither the
-order nor the content of a step depends on W, so the data state consists of the cursor and the skipped sample ranges.
+A step at cursor c consumes samples [c, c + G) of the global order, where G is the global batch size of the step. They are
+partitioned into microbatches of local_batch_size: at accumulation step j, rank r of W data-parallel ranks takes microbatch
+j * W + r. Neither the order nor the content of a step depends on W, so the data state consists of the cursor and the skipped
+sample ranges. G is a multiple of W * local_batch_size, so a rank's microbatches follow each other in the same order for any G.
 """
 
 import itertools
@@ -94,18 +95,16 @@ class SampleOrder:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchPartition:
-    """The partition of a global batch into microbatches, and their assignment to ranks."""
+    """The partition of global batches into microbatches, and their assignment to ranks."""
 
-    global_batch_size: int
     local_batch_size: int
     rank: int
     """Index of this rank on the batch axis of the mesh."""
     ranks: int
 
-    @property
-    def grad_accum(self) -> int:
-        """Number of microbatches per step."""
-        return self.global_batch_size // (self.local_batch_size * self.ranks)
+    def num_microbatches(self, num_samples: int) -> int:
+        """Return the number of microbatches of each rank that together contain num_samples samples."""
+        return -(-num_samples // (self.local_batch_size * self.ranks))
 
     def samples(self, microbatches: np.ndarray) -> np.ndarray:
         """Return the samples of the selected microbatches, as offsets from the first sample of the first global batch, shape
@@ -129,7 +128,7 @@ def training_batches(
     pin_memory: bool,
     asked_to_stop: Callable[[], bool] = lambda: False,
 ) -> Iterator[Batch]:
-    """Yield this rank's microbatches endlessly, starting at the cursor. A step consumes `grad_accum` microbatches.
+    """Yield this rank's microbatches endlessly, starting at the cursor.
 
     The iterator has no state to save, because the cursor determines the batches. Workers and prefetching do not change them.
 
@@ -163,7 +162,6 @@ def training_batches(
 def evaluation_batches(samples: Samples, num_samples: int, partition: BatchPartition) -> Iterator[Batch]:
     """Yield this rank's microbatches of the first num_samples samples, unshuffled. Every rank gets the same number of
     microbatches; the last microbatches are padded with samples that have no targets. Raises LoadingFailed."""
-    microbatches = -(-num_samples // (partition.local_batch_size * partition.ranks))
     with explain_read_errors():
-        for index in partition.samples(np.arange(microbatches)):
+        for index in partition.samples(np.arange(partition.num_microbatches(num_samples))):
             yield samples[np.where(index < num_samples, index, -1)]

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from trainer.config import TrainingConfig
 from trainer.run.sinks.sink import METRICS_FILE, LoggedRun
 from trainer.system import console
 from trainer.system.files import atomic_write, is_moved, parse_json_object, require_regular
@@ -20,39 +21,41 @@ _BUFFER_BYTES = 2**22
 
 
 class RemainingTime:
-    """Estimate of the time to the end of a run, from a mean over the last steps in which older ones count less. It includes
-    evaluations, samples and saves."""
+    """Estimate of the time to the end of a run, from the mean time of a sample in the last steps, of which older ones count less.
+    It includes evaluations, generated samples and saves."""
 
-    def __init__(self, steps: int):
-        """steps: step after which the run ends."""
-        self.steps = steps
+    def __init__(self, training: TrainingConfig):
+        """training: Number of steps, and the samples of each step."""
+        self.training = training
         self.forget()
 
     def forget(self) -> None:
         """Forget the past steps. The next ones begin another process or follow a rollback."""
-        self.seconds = self.num_steps = 0.0  # weighted sums over the past steps
+        self.seconds = self.num_samples = 0.0  # weighted sums over the past steps
         self.is_first = True
 
     def after(self, record: dict[str, Any]) -> float:
         """Return the seconds that remain after a training record."""
-        num_steps = record["step"] - record["first_step"] + 1
+        step, done = record["step"], record["first_step"] - 1
+        num_steps, num_samples = step - done, self.training.samples_between(done, step)
+        left = self.training.samples_between(step, self.training.steps)
         other = sum(record[f"{name}_time_s"] for name in ("evaluation", "samples", "checkpoint"))
         seconds = num_steps * record["step_time_s"] + other
         if self.is_first:  # it contains the compilation, so it counts only until there is another one
             self.is_first = False
-            return (self.steps - record["step"]) * seconds / num_steps
+            return left * seconds / num_samples
         decay = 0.5 ** (num_steps / max(_HALF_LIFE, num_steps))
         self.seconds = decay * self.seconds + seconds
-        self.num_steps = decay * self.num_steps + num_steps
-        return (self.steps - record["step"]) * self.seconds / self.num_steps
+        self.num_samples = decay * self.num_samples + num_samples
+        return left * self.seconds / self.num_samples
 
 
 class Console:
     """A line for each training record, and the samples."""
 
     def __init__(self, run: LoggedRun):
-        self.steps, self.epochs = run.steps, run.epochs
-        self.remaining = RemainingTime(run.steps)
+        self.steps, self.epochs = run.training.steps, run.epochs
+        self.remaining = RemainingTime(run.training)
 
     def write(self, record: dict[str, Any]) -> None:
         if record["kind"] == "train":

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import tomli
 
-from trainer.config import MetricsConfig
+from trainer.config import MetricsConfig, TrainingConfig
 
 METRICS_FILE = "metrics.jsonl"
 _NOT_PLOTTED = ("step", "timestamp_s", "first_step", "global_batch_size", "cursor", "tokens_seen", "epochs_seen")
@@ -33,8 +33,8 @@ class LoggedRun:
 
     name: str
     folder: Path
-    steps: int
-    """Step after which the run ends."""
+    training: TrainingConfig
+    """Number of steps, and the samples of each step."""
     metrics: MetricsConfig
     epochs: float | None = None
     """Number of epochs after which the run ends, if its length is given so."""
