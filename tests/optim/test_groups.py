@@ -162,7 +162,7 @@ WIDTHS = {
     "": {**ADAMW, "hidden": (0.25, 0.4)},
     "--optimizer.name muon": {**ADAMW, "hidden": (0.5, 0.2)},
     "--optimizer.name muon --optimizer.muon_scale original": {**ADAMW, "hidden": (1.0, 0.1)},
-    "--optimizer.name muon --optimizer.muon_scale unit_rms --optimizer.muon_lr 6e-4": {**ADAMW, "hidden": (2.0, 0.1)},
+    "--optimizer.name muon --optimizer.muon_scale unit_rms --optimizer.muon_lr 6e-3": {**ADAMW, "hidden": (2.0, 0.1)},
     "--optimizer.groups.*.wq.weight lr=3 --optimizer.groups.output.* decay=0.3": {
         **{**ADAMW, "output": (0.25, 1.2)},
         "hidden": (0.75, 0.4),
