@@ -63,15 +63,18 @@ def test_growth_is_one_line_and_exit_code_1(monkeypatch, tiny, capsys):
     assert capsys.readouterr().err == f"{line}\n"
 
 
+def test_loaded_weights_are_refused(monkeypatch, tiny, hf_model, capsys):
+    assert main(monkeypatch, *tiny, "--checkpoint.init_from", hf_model) == 2
+    message = "must be empty: models of other widths start from random weights"
+    assert capsys.readouterr().err == f"--checkpoint.init_from {hf_model}: {message}\n"
+
+
 LINES = {
     "--widths 64": "--widths 64: needs two different widths",
     "--widths 64 0": "argument --widths: 0: expected an integer from 1 to 16777216",
     "--widths 6 64": "width 6: n_heads 8 x 6 / dim 32 must be an integer",
     "--limit x": "argument --limit: x: expected a number from 1e-18 to 1e+18",
     "--output x.txt": "--output x.txt: the file name must end in .png or .svg or .pdf",
-    "--checkpoint.init_from scripts": (
-        "--checkpoint.init_from scripts: must be empty: models of other widths start from random weights"
-    ),
     "--optimizer.base_width 3": (
         "width 64: optimizer.base_width: must be at least 4, the width of llama3/debug with one head instead of 16: heads keep "
         "their width"

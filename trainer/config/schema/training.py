@@ -81,7 +81,7 @@ class OptimizerConfig:
     """Options of parameters by pattern of their names (docs/optimizers.md); the first matching pattern counts:
     { "tok_embeddings.*" = "lr=0.3 decay=0", "*.lora_b" = "lr=16" }. "lr" is a factor of the learning rate, "decay" replaces
     weight_decay, "optimizer" replaces name."""
-    base_width: Annotated[int | None, Constraint(min=1, max=2**24)] = None
+    base_width: Annotated[int | None, Constraint(min=1, max=2**24, fixed_on_resume=True)] = None
     """Width (`dim`) of the model for which lr and weight_decay were tuned. Initial values and rates then follow the width of this
     model (docs/optimizers.md). "none": they hold for this model."""
     betas: Annotated[tuple[float, float], Constraint(min=0, max=0.999999)] = (0.9, 0.95)
