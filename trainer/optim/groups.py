@@ -59,7 +59,7 @@ def resolve_groups(
         others: Name that a pattern may mean but that is not in `trained` -> what it is.
 
     Raises:
-        ConfigError: Options are wrong, or a pattern selects no parameter.
+        ConfigError: Options are wrong, a pattern selects no parameter, or cautious decay no parameter that decays.
     """
     options = {pattern: _options(config, pattern, text) for pattern, text in config.groups.items()}
     chosen = {name: next((p for p in options if fnmatchcase(name, p)), "") for name in trained}
@@ -77,6 +77,8 @@ def resolve_groups(
         lr = given.get("lr", 1.0) * (config.muon_lr / config.lr if rule == "muon" and config.muon_lr else 1.0)
         key = chosen[name], rule, lr, decay
         members.setdefault(key, []).append(name)
+    if config.cautious_decay and not any(decay for *_, decay in members):
+        raise ConfigError("optimizer.cautious_decay", "has no effect: the weight decay of every trained parameter is 0")
     order = [*options, ""]
     return tuple(
         Group(

@@ -58,6 +58,8 @@ class OptimizerConfig:
     """Term added to the denominator of the update."""
     weight_decay: Annotated[float, Constraint(min=0)] = 0.1
     """Decoupled weight decay of matrices. Norms and biases are not decayed, unless [optimizer] groups says so."""
+    cautious_decay: bool = False
+    """Whether to decay only the values that the step's update moves towards zero too (arXiv:2510.12402)."""
     state_dtype: Annotated[Literal["fp32", "bf16", "8bit"], FIXED] = "fp32"
     """Precision of the moments. Updates are computed in fp32. bf16 halves the memory, but for betas above about 0.99 small
     changes are lost to rounding. 8bit quarters the memory of matrices whose row length is a multiple of 256."""
