@@ -36,6 +36,9 @@ class TrainingConfig:
     """Whether to reduce gradients after each microbatch instead of once per step. This saves memory but adds communication."""
     loss_chunk_tokens: Annotated[int, Constraint(min=1, max=10**8, unit="tokens")] = 1024
     """Maximum number of tokens whose logits are held in memory at once."""
+    z_loss: Annotated[float, Constraint(min=0, max=1e6, only_with="[preference] loss = none")] = 0.0
+    """Coefficient of the z-loss, the mean squared logsumexp of a target's logits (arXiv:2204.02311), which is added to what is
+    minimized, but not to the loss that is logged; usual: 1e-5 to 1e-4. 0: no z-loss."""
     cpu_threads: Annotated[CountOrZero, PER_NODE] = 0
     """Number of threads per rank for CPU operators, at most the node's cores; 0: `OMP_NUM_THREADS` if it is set, otherwise the
     cores divided by the node's ranks."""
