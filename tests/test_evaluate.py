@@ -51,12 +51,16 @@ def train_logged(argv):
 
 def test_every_dataset_has_the_same_loss_on_any_number_of_ranks(ranks, two_datasets, tmp_path):
     argv, _ = two_datasets
-    one, two = (records(run(ranks, argv, tmp_path / str(size), size=size), "eval") for size in (1, 2))
+    z_loss = ["--training.z_loss", "0.01"]  # of the training only
+    folders = [run(ranks, argv, tmp_path / str(size), *z_loss, size=size) for size in (1, 2)]
+    one, two = (records(folder, "eval") for folder in folders)
+    for a, b in zip(*(records(folder, "train") for folder in folders), strict=True):
+        assert a["z_loss"] == pytest.approx(b["z_loss"], rel=5e-6) and a["z_loss"] > a["loss"]
     assert [(r["step"], r["dataset"]) for r in one] == [(2, "held_out"), (2, "other"), (4, "held_out"), (4, "other")]
     for a, b in zip(one, two, strict=True):
         assert a["num_targets"] == b["num_targets"]
         assert a["loss"] == pytest.approx(b["loss"], rel=5e-6)
-        assert a["perplexity"] == pytest.approx(math.exp(a["loss"]))
+        assert a["perplexity"] == pytest.approx(math.exp(a["loss"])) and "z_loss" not in a
 
 
 def test_bits_per_byte_count_the_bytes_of_the_text(ranks, two_datasets, tmp_path):

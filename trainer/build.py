@@ -78,8 +78,10 @@ def build_trainer(
         objective: What the run minimizes. None: what the settings select.
 
     Raises:
-        ConfigError: The data, the model, the checkpoint or the run folder cannot be used.
+        ConfigError: The data, the model, the checkpoint or the run folder cannot be used, or z_loss is set too.
     """
+    if objective is not None and config.training.z_loss:
+        raise ConfigError("training.z_loss", "has no effect with an objective of your own")
     saved = None if point is None else point.state
     _prepare_run_folder(config, is_new=point is None)
     deterministic = _set_up_process(config, device)
@@ -105,8 +107,10 @@ def build_trainer(
     eval_sets = build_eval_sets(datasets.evaluation, config.evaluation, text.tokenizer.text_bytes)
     partition = partition_of_batch(config.training, meshes.data["batch"])
 
+    evaluated = objective
     if objective is None:
         objective = build_objective(config, resolved, meshes)
+        evaluated = build_objective(config, resolved, meshes, evaluates=True)
     engine = Engine(config, resolved, device, meshes, model_parts, objective)
     initial = initial_model.load(
         config, resolved, text, engine, datasets.training, eval_sets, partition, point, weights
@@ -126,7 +130,7 @@ def build_trainer(
         engine=engine,
         data=TrainingData(config, datasets, partition, device, stop),
         samples=_build_samples(config, resolved, text, prompts, initial, partition, device),
-        evaluator=_build_evaluator(config, initial, partition, device),
+        evaluator=_build_evaluator(config, initial, partition, device, evaluated),
         checkpoints=checkpoints,
         early_stopping=EarlyStopping(config.evaluation, checkpoints.best.identity),
         monitor=StepMonitor(config.resilience, engine.optimizer.device),
@@ -265,11 +269,17 @@ def _build_samples(
 
 
 def _build_evaluator(
-    config: Config, initial: InitialModel, partition: BatchPartition, device: torch.device
+    config: Config, initial: InitialModel, partition: BatchPartition, device: torch.device, objective: Objective
 ) -> Evaluator:
-    training = config.training
-    at_a_time = partition.num_microbatches(training.global_batch_size)
-    return Evaluator(config.evaluation, initial.eval_sets, partition, at_a_time, device, training.steps)
+    return Evaluator(
+        config=config.evaluation,
+        datasets=initial.eval_sets,
+        partition=partition,
+        num_microbatches=partition.num_microbatches(config.training.global_batch_size),
+        device=device,
+        steps=config.training.steps,
+        objective=objective,
+    )
 
 
 def _build_sinks(config: Config, epochs: float | None) -> list[Sink]:

@@ -13,7 +13,7 @@ from models.spec import is_bias, saved_weights
 from trainer.adapters.apply import apply_lora
 from trainer.batch import Batch
 from trainer.config import Config
-from trainer.objective.cross_entropy import CrossEntropy
+from trainer.objective.cross_entropy import CrossEntropy, CrossEntropyWithZLoss
 from trainer.objective.objective import Objective, require_complete
 from trainer.objective.preference import Preference
 from trainer.optim.average import WeightAverage
@@ -65,12 +65,14 @@ def build_model_parts(
     return model_parts
 
 
-def build_objective(config: Config, resolved: ResolvedRun, meshes: Meshes) -> Objective:
-    """Return the objective that the settings select."""
+def build_objective(config: Config, resolved: ResolvedRun, meshes: Meshes, evaluates: bool = False) -> Objective:
+    """Return the objective that the settings select. evaluates: for evaluations, which report no z-loss."""
     training = config.training
     if config.preference.enabled:
         cp_group = meshes.data["cp"].get_group()
         return Preference(config.preference, training.seq_len, cp_group, training.loss_chunk_tokens, resolved.compiled)
+    if training.z_loss and not evaluates:
+        return CrossEntropyWithZLoss(training.loss_chunk_tokens, resolved.compiled, training.z_loss)
     return CrossEntropy(training.loss_chunk_tokens, resolved.compiled)
 
 

@@ -101,6 +101,8 @@ class Evaluator:
     device: torch.device
     steps: int
     """Total number of steps in the run."""
+    objective: Objective
+    """What is evaluated. Terms of the training's objective that only keep values small, such as the z-loss, may be absent."""
 
     def due(self, step: int) -> bool:
         return bool(self.datasets) and is_due(step, self.config.interval_steps, self.steps)
@@ -117,8 +119,8 @@ class Evaluator:
         )
         parts = []
         while microbatches := list(islice(batches, self.num_microbatches)):
-            parts.append(step.evaluate(microbatches))
-        objective = step.objective
+            parts.append(step.evaluate(microbatches, self.objective))
+        objective = self.objective
         num_terms = int(torch.stack([part.num_terms for part in parts]).sum().item())
         totals = {
             name: torch.stack([part.sums[name] for part in parts]).double().sum().item() for name in parts[0].sums

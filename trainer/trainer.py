@@ -168,14 +168,13 @@ class Trainer:
         if self.checkpoints.best.dataset:
             self._wait_for_saves()
         devices.synchronize(self.engine.device)  # the section must not include the work of the step
-        objective = self.engine.objective
         with self.watchdog.evaluating(), self._evaluated_weights():
             for dataset in self.evaluator.datasets:
                 with self.metrics.section("evaluation") as seconds:
                     result = self.evaluator.run(dataset, self.engine.forward_backward, self.watchdog.loading)
                 self.early_stopping.observe(self.state, dataset.name, result["loss"])
                 is_best = self.checkpoints.best.update(dataset.name, result["loss"])
-                line = f"{evaluation_line(dataset.name, result, objective)}{'; best so far' if is_best else ''}"
+                line = evaluation_line(dataset.name, result, self.evaluator.objective) + "; best so far" * is_best
                 console.info(f"step {self.state.step} | {line}")
                 record = {"kind": "eval", "step": self.state.step, "dataset": dataset.name} | result
                 self.metrics.log_event(record | {"evaluation_time_s": seconds()})

@@ -85,7 +85,7 @@ def part_of_model(name: str, size: str, part: str, tokens: int, compiled: bool) 
         hidden, weight = (torch.zeros(n, _LOSS_DIM, dtype=torch.bfloat16) for n in rows)
         labels, gradients = torch.zeros(tokens, dtype=torch.int64), torch.ones(tokens, 1)
         compute = _compiled_losses_and_gradient() if compiled else _losses_and_gradient
-        return partial(compute, hidden, weight, labels, 0, None, None, gradients)
+        return partial(compute, hidden, weight, labels, 0, None, None, gradients, 0.0)
     block, hidden, context = block_and_inputs(name, size, tokens)
     if not compiled:
         apply_gated_products(block)

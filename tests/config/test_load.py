@@ -404,6 +404,7 @@ ONLY_WITH = {
         f"lora.{name}": "[lora] rank"
         for name in ("alpha", "rslora", "dropout", "targets", "train_fully", "init", "init_from", "dtype")
     },
+    "training.z_loss": "[preference] loss = none",
     "preference.beta": "[preference] loss != none",
     "preference.margin": "[preference] loss = simpo",
     "lr_schedule.decay_steps": "[lr_schedule] name = warmup_stable_decay",

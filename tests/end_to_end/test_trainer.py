@@ -125,15 +125,16 @@ def test_a_compiled_layout_has_the_losses_and_gradients_of_one_rank(ranks, tiny,
 
 FAMILY_ROWS = [
     "tp=2 model.name=qwen2.5",  # biases
-    "dp_shard=2 tp=2 model.name=qwen3",  # norms of heads
+    "dp_shard=2 tp=2 model.name=qwen3 optimizer.cautious_decay=true",  # norms of heads
     "cp=2 data.document_mask=true model.name=mistral model.overrides.window=10",
     "cp=2 model.name=ministral3 model.overrides.rope_original_seq_len=8",  # queries depend on the position
-    "pp=2 model.name=smollm3",  # two kinds of layers
+    # two kinds of layers
+    "pp=2 pipeline_schedule=ZBVZeroBubble model.name=smollm3 training.z_loss=0.01",
     "tp=2 model.name=olmo2 model.overrides.attention_bias=true",  # norms of all heads, biases of outputs
     "tp=2 cp=2 model.name=olmo3 model.overrides.window=10 activation_checkpoint.mode=selective",
     "tp=2 model.name=granite3",  # multipliers
     "tp=2 activation_checkpoint.mode=full model.name=gemma2 model.overrides.window=10",  # capped scores and logits
-    "cp=2 model.name=gemma2 model.overrides.window=10",
+    "cp=2 tp=2 model.name=gemma2 model.overrides.window=10 training.z_loss=0.01",
     "tp=2 pp=2 model.name=gemma3 model.overrides.tied_embeddings=false model.overrides.window=10 "
     "model.overrides.layer_types=sliding,full",
     "tp=4 model.name=phi",  # rotation of a part of each head

@@ -37,10 +37,34 @@ def random_inputs(dtype=torch.float32):
     return hidden, weight, labels
 
 
+def full_logits(hidden, weight, softcap=None):
+    logits = F.linear(hidden, weight).flatten(0, 1)
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    return logits if softcap is None else softcap * (logits / softcap).tanh()
+
+
 def full_loss(hidden, weight, labels, softcap=None):
-    logits = F.linear(hidden, weight).float().flatten(0, 1)
-    logits = logits if softcap is None else softcap * (logits / softcap).tanh()
+    logits = full_logits(hidden, weight, softcap)
     return F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
+
+
+def full_squares(hidden, weight, labels, softcap=None):
+    """Return the sum of the squared log-sum-exp of the targets' logits."""
+    return full_logits(hidden, weight, softcap)[labels.flatten() != IGNORE_INDEX].logsumexp(-1).square().sum()
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("chunk_tokens", [1, 3, 100])
+def test_the_z_loss_adds_its_gradient_and_not_its_value(chunk_tokens, softcap):
+    hidden, weight, labels = random_inputs()
+    loss, squares = sums = CrossEntropyHead(labels, chunk_tokens, z_loss=0.1)(hidden, weight, softcap)
+    (sums / 12).backward(torch.ones(2))  # as in SpmdStep
+    reference = [t.detach().double().requires_grad_() for t in (hidden, weight)]
+    expected, expected_squares = (f(*reference, labels, softcap) for f in (full_loss, full_squares))
+    ((expected + 0.1 * expected_squares) / 12).backward()
+    torch.testing.assert_close([loss, squares], [expected.float(), expected_squares.float()])
+    for actual, exact in zip((hidden, weight), reference, strict=True):
+        torch.testing.assert_close(actual.grad, exact.grad.float())
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 3, 7, 14, 100])
@@ -114,7 +138,7 @@ def test_no_tensor_holds_full_logits():
     assert max(size for _, size in operators.calls) == 64 * 1000
 
 
-def sharded_vocabulary(vocab, dtype, softcap):
+def sharded_vocabulary(vocab, dtype, softcap, z_loss):
     """Compare the loss over a sharded vocabulary and its gradients with those of full logits."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     draw = torch.Generator().manual_seed(0)
@@ -124,29 +148,30 @@ def sharded_vocabulary(vocab, dtype, softcap):
     labels = torch.randint(vocab, (2, 7), generator=draw)
     labels[0, 2:4] = IGNORE_INDEX
     reference = [t.clone().requires_grad_() for t in (hidden, weight)]
-    expected = full_loss(*reference, labels, softcap)
-    expected.backward()
+    expected = torch.stack([full_loss(*reference, labels, softcap), full_squares(*reference, labels, softcap)])
+    expected.backward(torch.tensor([1.0, z_loss]))
+    expected = expected.detach() if z_loss else expected[0].detach()
 
     sharded_weight = distribute_tensor(weight, mesh, [Shard(0)]).requires_grad_()
     local_hidden = hidden.clone().requires_grad_()
     replicated = DTensor.from_local(local_hidden, mesh, [Replicate()])
-    loss = CrossEntropyHead(labels, 4)(replicated, sharded_weight, softcap)
-    loss.backward()
-    torch.testing.assert_close(loss, expected.detach(), rtol=1e-6, atol=0)
+    loss = CrossEntropyHead(labels, 4, z_loss=z_loss)(replicated, sharded_weight, softcap)
+    loss.backward(torch.ones_like(loss))
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
     tolerance = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
     torch.testing.assert_close(local_hidden.grad, reference[0].grad, **tolerance)
     torch.testing.assert_close(sharded_weight.grad.full_tensor(), reference[1].grad, **tolerance)
     with torch.no_grad():
-        unchunked = CrossEntropyHead(labels, 100)(replicated, sharded_weight, softcap)
-    torch.testing.assert_close(unchunked, expected.detach(), rtol=1e-6, atol=0)
+        unchunked = CrossEntropyHead(labels, 100, z_loss=z_loss)(replicated, sharded_weight, softcap)
+    torch.testing.assert_close(unchunked, expected, rtol=1e-6, atol=0)
     return loss.dtype
 
 
-@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize(("softcap", "z_loss"), [(None, 0.0), (5.0, 0.0), (None, 0.01), (5.0, 0.1)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize(("size", "vocab"), [(1, 50), (2, 50), (2, 51), (4, 50), (4, 49)])
-def test_a_sharded_vocabulary_gives_the_same_loss_and_gradients(ranks, size, vocab, dtype, softcap):
-    assert set(ranks(size).run(sharded_vocabulary, vocab, dtype, softcap)) == {torch.float32}
+def test_a_sharded_vocabulary_gives_the_same_loss_and_gradients(ranks, size, vocab, dtype, softcap, z_loss):
+    assert set(ranks(size).run(sharded_vocabulary, vocab, dtype, softcap, z_loss)) == {torch.float32}
 
 
 SEQ, VOCAB = 8192, 128_256
@@ -199,18 +224,20 @@ def test_chunks_with_the_gradient_of_a_wide_weight_need_less_than_a_third(fake_g
         assert peaks_gib(chunked_loss, 4096, torch.bfloat16, tp) == pytest.approx(figures, rel=0.02)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_compiled_loss_equals_the_eager_one(monkeypatch, dtype):
+@pytest.mark.parametrize(("dtype", "z_loss"), [(torch.float32, 0.0), (torch.bfloat16, 0.0), (torch.float32, 0.1)])
+def test_the_compiled_loss_equals_the_eager_one(monkeypatch, dtype, z_loss):
     """The compiler's own code is not tested, only the function that it compiles. The logits are capped."""
+    torch._dynamo.reset()  # it compiles a function for a limited number of dtypes
     compiled = torch.compile(loss_module._losses_and_gradient, fullgraph=True, dynamic=False, backend="eager")
     monkeypatch.setattr(loss_module, "_compiled_losses_and_gradient", lambda: compiled)
     results = []
     for is_compiled in (False, True):
         hidden, weight, labels = random_inputs(dtype)
-        loss = CrossEntropyHead(labels, 4, is_compiled)(hidden, weight, 5.0)
-        loss.backward()
+        head = CrossEntropyHead(labels, 4, is_compiled, z_loss)
+        loss = head(hidden, weight, 5.0)
+        loss.backward(torch.ones_like(loss))
         with torch.no_grad():
-            assert torch.equal(CrossEntropyHead(labels, 4, is_compiled)(hidden, weight, 5.0), loss)
+            assert torch.equal(head(hidden, weight, 5.0), loss)
         results.append((loss.detach(), hidden.grad, weight.grad))
     for eager, other in zip(*results, strict=True):
         torch.testing.assert_close(eager, other)

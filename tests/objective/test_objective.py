@@ -45,6 +45,12 @@ def build_with_objective(argv):
     build_trainer(config, resolve(config, dist.get_world_size()), torch.device("cpu"), None, objective)
 
 
+def test_a_z_loss_has_no_effect_on_an_objective_of_ones_own(ranks, tiny, tmp_path):
+    argv = [*tiny, *in_folder(tmp_path / "run"), "--training.z_loss", "0.1"]
+    with pytest.raises(RankError, match=r"training.z_loss: has no effect with an objective of your own"):
+        ranks(1).run(build_with_objective, argv)
+
+
 def test_a_trainer_is_not_built_with_an_incomplete_objective(ranks, tiny, tmp_path):
     with pytest.raises(RankError, match="the objective Accuracy: shape is"):
         ranks(1).run(build_with_objective, [*tiny, *in_folder(tmp_path / "run")])

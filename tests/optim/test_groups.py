@@ -93,6 +93,15 @@ def test_a_pattern_of_frozen_parameters_is_an_error():
         groups_of({"tok_embeddings.*": "lr=0.3"}, *LORA)
 
 
+def test_cautious_decay_needs_a_parameter_that_decays():
+    cautious = ["--optimizer.cautious_decay", "true", "--optimizer.weight_decay", "0"]
+    with pytest.raises(
+        ConfigError, match=r"cautious_decay: has no effect: the weight decay of every trained parameter is 0"
+    ):
+        groups_of({}, *cautious)
+    assert groups_of({"*.wo.weight": "decay=0.1"}, *cautious)[0][2] == 0.1
+
+
 MUON = ["--optimizer.name", "muon"]
 INCOMPATIBLE = {
     "--optimizer.offload state": "muon is incompatible with [optimizer] offload: it needs whole matrices on the device",

@@ -87,25 +87,28 @@ def train(layout, settings, bucket_values=2**25):
     return {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in tensors.items()}, exchange.call_count
 
 
+SETTINGS = {"fp32": {"muon_dtype": "fp32", "cautious_decay": True}, "bf16": {"muon_dtype": "bf16"}}
+
+
 @pytest.fixture(scope="module")
 def one_rank(ranks):
-    return {dtype: ranks(1).run(train, None, {"muon_dtype": dtype})[0][0] for dtype in ("fp32", "bf16")}
+    return {dtype: ranks(1).run(train, None, settings)[0][0] for dtype, settings in SETTINGS.items()}
 
 
 LAYOUTS = ["fsdp=4", "dp_replicate=2 fsdp=2", "fsdp=2 tp=2", "tp=4", "dp_replicate=4 fsdp=1"]
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", SETTINGS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_has_the_bits_of_one_rank(ranks, one_rank, layout, dtype):
     """Some shards are uneven and some are empty."""
-    for tensors, calls in ranks(4).run(train, layout, {"muon_dtype": dtype}):
+    for tensors, calls in ranks(4).run(train, layout, SETTINGS[dtype]):
         assert tensors.keys() == one_rank[dtype].keys() and calls == 2
         assert [name for name in tensors if not torch.equal(tensors[name], one_rank[dtype][name])] == []
 
 
 def test_several_buckets_have_the_bits_of_one(ranks, one_rank):
-    for tensors, calls in ranks(4).run(train, "fsdp=4", {}, 100):
+    for tensors, calls in ranks(4).run(train, "fsdp=4", SETTINGS["fp32"], 100):
         assert calls > 2
         assert [name for name in tensors if not torch.equal(tensors[name], one_rank["fp32"][name])] == []
 
@@ -175,6 +178,23 @@ def first_step(scale):
     p.grad = values(1)["wide"]
     optimizer.step(skip=torch.tensor(False))
     return p.detach(), orthogonalize(values(1)["wide"][None], "jordan")[0]
+
+
+def cautious_step():
+    """Return a matrix after one step with cautious decay, and what is expected."""
+    start, gradient = values(0)["wide"], values(1)["wide"]
+    start[0, :3] = 0.0
+    p = torch.nn.Parameter(start.clone())
+    optimizer = muon({"wide": p}, muon_scale="original", weight_decay=0.5, cautious_decay=True)
+    optimizer.start_step(0.1)
+    p.grad = gradient.clone()
+    optimizer.step(skip=torch.tensor(False))
+    direction = orthogonalize(gradient[None], "jordan")[0]
+    return p.detach(), start - 0.1 * (direction + 0.5 * torch.where(direction * start >= 0, start, 0))
+
+
+def test_cautious_decay_is_that_of_the_formula(ranks):
+    torch.testing.assert_close(*ranks(1).run(cautious_step)[0])
 
 
 # ------------------------------------------------------------ who does what

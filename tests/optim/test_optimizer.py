@@ -255,6 +255,74 @@ def test_an_update_in_chunks_is_bitwise_identical_to_one_without(ranks, precisio
     assert complete["1.weight/step"] == 3
 
 
+# ------------------------------------------------------------ cautious decay
+
+
+def cautious_adamw(p, gradients, lr, decay, betas=(0.9, 0.95), eps=1e-8):
+    """Return the values after some steps (Chen et al. 2025, arXiv:2510.12402, algorithm 1 with AdamW's update)."""
+    m, v = torch.zeros_like(p), torch.zeros_like(p)
+    for step, g in enumerate(gradients, 1):
+        m = betas[0] * m + (1 - betas[0]) * g
+        v = betas[1] * v + (1 - betas[1]) * g * g
+        update = m / (1 - betas[0] ** step) / ((v / (1 - betas[1] ** step)).sqrt() + eps)
+        p = p - lr * (update + decay * torch.where(update * p >= 0, p, 0))
+    return p
+
+
+def cautious_steps(placement, dtype):
+    """Return values after four steps besides a skipped one, and those that are expected. With clipping, the third moment has
+    another sign than its gradient, and than it would have without the clipping; the fourth has another sign than the third."""
+    draw = torch.Generator().manual_seed(0)
+    start, signs = torch.randn(5, 256, generator=draw), torch.randn(5, 256, generator=draw).sign()
+    start[0, :9], signs[1, :9] = 0.0, 0.0
+    start = start.to(DTYPES[dtype])
+    matrix = torch.nn.Parameter(start.clone())
+    config = OptimizerConfig(cautious_decay=True, weight_decay=0.5, **placement)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("trainer.optim.adamw._CHUNK_VALUES", 512)
+        optimizer = optimizer_of({"matrix": matrix}, config, 1)
+        max_norm = None if config.in_backward else 1.2 * signs.norm().item()
+        applied = []
+
+        def step(factor, skip=False):
+            optimizer.start_step(0.1)
+            (matrix * signs.to(matrix) * factor).sum().backward()
+            optimizer.clip(max_norm)
+            optimizer.step(skip=torch.tensor(skip))
+            clipped = factor if max_norm is None else max(-1.2, min(1.2, factor))
+            applied.append(signs.double() * clipped)
+
+        step(1.0)
+        step(1.0)
+        before = [t.detach().clone() for t in (matrix, *optimizer.state().values())]
+        step(float("nan") if config.in_backward else -5.0, skip=True)
+        applied.pop()
+        for a, b in zip(before, (matrix, *optimizer.state().values()), strict=True):
+            assert torch.equal(a, b)
+        step(-3.0)
+        step(-1.0)
+    return matrix.detach().double(), cautious_adamw(start.double(), applied, 0.1, 0.5)
+
+
+PLACEMENTS = [
+    {},
+    {"state_dtype": "bf16"},
+    {"state_dtype": "8bit"},
+    {"offload": "state"},
+    {"offload": "state_and_gradients"},
+    {"in_backward": True},
+]
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
+def test_cautious_decay_is_that_of_the_formula_wherever_the_update_runs(ranks, placement, dtype):
+    ((actual, expected),) = ranks(1).run(cautious_steps, placement, dtype)
+    exact = dtype == "fp32" and "state_dtype" not in placement
+    # A decay of a wrong value changes it by 5 %.
+    torch.testing.assert_close(actual, expected, rtol=1e-5 if exact else 1.5e-2, atol=1e-6 if exact else 5e-3)
+
+
 def test_sharded_like_shares_memory_with_the_local_shard(ranks):
     ranks(2).run(check_sharded_like)
 

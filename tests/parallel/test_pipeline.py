@@ -149,7 +149,7 @@ def accepted_microbatches(name, pp, maximum):
         except ConfigError:
             continue
         losses = [step([batch] * microbatches, torch.tensor(16 * microbatches))["loss"] for _ in range(2)]
-        evaluated = step.evaluate([batch])
+        evaluated = step.evaluate([batch], step.objective)
         assert all(isinstance(p, DTensor) for part in step.model_parts.values() for p in part.parameters())
         losses.append(step([batch] * microbatches, torch.tensor(16 * microbatches))["loss"])
         torch.testing.assert_close(torch.stack(losses) * 16, torch.full((3,), expected))

@@ -54,8 +54,8 @@ CONTROLS = {
         {"gradients averaged", "gradients of replicated norms", "losses averaged", "documents visible"},
     ),
     "transformers": (
-        ["--reference", "transformers"],
-        {"gradients averaged", "gradients of replicated norms", "neighbouring values"},
+        ["--reference", "transformers", "--training.z_loss", "0.01"],
+        {"z-loss of", "gradients averaged", "gradients of replicated norms", "neighbouring values"},
     ),
     "adapters": (
         ["--lora.rank", "4", "--checkpoint.init_from", "{hf_model}"],
@@ -77,9 +77,9 @@ CONTROLS = {
         ],
         {"gradients averaged", "gradients of replicated norms", "losses averaged", "answers not summed"},
     ),
-    "muon": (
-        ["--optimizer.name", "muon"],
-        {"gradients averaged", "gradients of replicated norms", "shards orthogonalized"},
+    "muon and z-loss": (
+        ["--optimizer.name", "muon", "--training.z_loss", "0.01"],
+        {"gradients averaged", "gradients of replicated norms", "shards orthogonalized", "z-loss of"},
     ),
     "experts": (
         ["--model.name", "deepseek-v3", "--experts.balance_loss", "0.1", "--experts.bias_rate", "0.1"],

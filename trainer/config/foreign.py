@@ -141,6 +141,8 @@ FOREIGN: Mapping[str, Foreign] = {
     "adam_epsilon": Foreign("Ha", "optimizer.eps"),
     "adam_eps": Foreign("M", "optimizer.eps"),
     "wd": Foreign("", "optimizer.weight_decay"),
+    "cautious_wd": Foreign("", "optimizer.cautious_decay"),
+    "cautious_weight_decay": Foreign("", "optimizer.cautious_decay"),
     "early_step_in_backward": Foreign("T", "optimizer.in_backward"),
     "optimizer_in_bwd": Foreign("t", "optimizer.in_backward"),
     "use_distributed_optimizer": Foreign("M", "", _AUTO + _SHARD),

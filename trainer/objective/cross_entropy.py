@@ -26,8 +26,9 @@ def _losses_and_gradient(
     group: ProcessGroup | None,
     softcap: float | None,
     grad_losses: Tensor | None,
-) -> tuple[Tensor, Tensor | None]:
-    """Return the cross-entropy of some tokens over the full vocabulary, and its gradient for the logits.
+    z_loss: float,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return the cross-entropy of some tokens over the full vocabulary, their z-loss, and the gradient of both for the logits.
 
     Args:
         hidden: (tokens, dim).
@@ -37,10 +38,11 @@ def _losses_and_gradient(
         group: Ranks over which the vocabulary is sharded. None: this rank has the full vocabulary.
         softcap: Limit of the logits, see Output in models/components.py.
         grad_losses: Gradient of each token's loss, (tokens, 1). None: no gradient is computed.
+        z_loss: Factor of the z-loss in what the gradient belongs to. 0: no z-loss is computed.
 
     Returns:
-        The losses, (tokens,) in fp32, and the gradient of this rank's logits, (tokens, rows) in the weight's dtype. Both are zero
-        for tokens without a target.
+        The cross-entropies and the squares of the log-sum-exp of the logits, each (tokens,) in fp32, and the gradient of this
+        rank's logits, (tokens, rows) in the weight's dtype. All are zero for tokens without a target.
     """
     logits = F.linear(hidden, weight).float()
     if softcap is not None:
@@ -64,13 +66,20 @@ def _losses_and_gradient(
         dist.all_reduce(sums_and_targets, dist.ReduceOp.SUM, group)
         sums, target_logits = sums_and_targets
     losses = ((sums.log() - target_logits) * is_target).squeeze(1)
+    squares = log_sums = None
+    if z_loss:
+        log_sums = sums.log() + largest
+        squares = (log_sums.square() * is_target).squeeze(1)
     if grad_losses is None:
-        return losses, None
+        return losses, squares, None
     scale = is_target * grad_losses
-    logits *= scale / sums
+    per_exponential = scale / sums
+    if log_sums is not None:
+        per_exponential = per_exponential * (1 + 2 * z_loss * log_sums)  # the gradient of the square is 2 log_sums p
+    logits *= per_exponential
     # Gradient of the target's logit, p - 1, in fp32: bf16 rounds p near 1 to 1. If the target is on another rank, target_rows is
     # 0 and nothing is subtracted, so row 0 is rewritten with its own value.
-    target_gradients = own_target_logits.exp() * (scale / sums) - scale * is_on_rank
+    target_gradients = own_target_logits.exp() * per_exponential - scale * is_on_rank
     if softcap is not None:
         slope = tanh.square_().neg_().add_(1)
         logits *= slope
@@ -80,11 +89,11 @@ def _losses_and_gradient(
     grad_logits = logits.to(weight.dtype)
     tokens = torch.arange(len(grad_logits), device=grad_logits.device)
     grad_logits[tokens, target_rows[:, 0]] = target_gradients[:, 0].to(weight.dtype)
-    return losses, grad_logits
+    return losses, squares, grad_logits
 
 
 @cache
-def _compiled_losses_and_gradient() -> Callable[..., tuple[Tensor, Tensor | None]]:
+def _compiled_losses_and_gradient() -> Callable[..., tuple[Tensor, Tensor | None, Tensor | None]]:
     return torch.compile(_losses_and_gradient, fullgraph=True, dynamic=False)
 
 
@@ -94,10 +103,12 @@ def chunk_starts(num_tokens: int, chunk_tokens: int) -> Sequence[int]:
 
 
 class _Results(NamedTuple):
-    """Token losses and their gradients. A gradient is None if it is not computed."""
+    """Token losses and their gradients. What is not computed is None."""
 
     losses: Tensor
     """(tokens,), fp32."""
+    squares: Tensor | None
+    """Squares of the log-sum-exp of the logits, (tokens,), fp32."""
     grad_hidden: Tensor | None
     """(tokens, dim). Partial: its sum over the ranks is the full gradient."""
     grad_weight: Tensor | None
@@ -116,6 +127,8 @@ class _Projection:
     """See _losses_and_gradient."""
     chunk_tokens: int
     compiled: bool
+    z_loss: float
+    """See _losses_and_gradient."""
 
     def run(self, hidden: Tensor, weight: Tensor, grad_losses: Tensor | None, trains_weight: bool) -> _Results:
         """Compute the token losses and their gradients, chunk by chunk.
@@ -128,6 +141,7 @@ class _Projection:
         """
         compute = _compiled_losses_and_gradient() if self.compiled and self.group is None else _losses_and_gradient
         losses = hidden.new_empty(hidden.shape[0], dtype=torch.float32)
+        squares = torch.empty_like(losses) if self.z_loss else None
         grad_hidden = grad_weight = None
         if grad_losses is not None:
             grad_hidden = torch.empty_like(hidden)
@@ -136,18 +150,26 @@ class _Projection:
         for start in chunk_starts(hidden.shape[0], self.chunk_tokens):
             chunk = slice(start, start + self.chunk_tokens)
             grads = None if grad_losses is None else grad_losses[chunk]
-            losses[chunk], grad_logits = compute(hidden[chunk], weight, self.labels[chunk], *shard, self.softcap, grads)
+            losses[chunk], of_chunk, grad_logits = compute(
+                hidden[chunk], weight, self.labels[chunk], *shard, self.softcap, grads, self.z_loss
+            )
+            if squares is not None:
+                squares[chunk] = of_chunk
             if grad_hidden is not None:
                 torch.mm(grad_logits, weight, out=grad_hidden[chunk])
             if grad_weight is not None:
                 addmm_fp32(grad_weight, grad_logits.T, hidden[chunk], is_first=start == 0)
             del grad_logits  # before the next chunk's logits are allocated
-        return _Results(losses, grad_hidden, grad_weight)
+        return _Results(losses, squares, grad_hidden, grad_weight)
 
 
 class _SummedLoss(torch.autograd.Function):
-    """Sum of the token losses. Forward computes each chunk's gradients while the chunk's logits exist. Logits are therefore
-    neither saved nor recomputed."""
+    """Sum of the token losses or, with a z-loss, this sum and that of the squares. Forward computes each chunk's gradients while
+    the chunk's logits exist. Logits are therefore neither saved nor recomputed.
+
+    With a z-loss, the gradient of the first sum includes that of the z-loss, and the second sum has none. So the loss stays
+    comparable between runs.
+    """
 
     @staticmethod
     def forward(ctx, hidden: Tensor, weight: Tensor, projection: _Projection, needs_gradient: bool) -> Tensor:
@@ -158,11 +180,14 @@ class _SummedLoss(torch.autograd.Function):
         if needs_gradient:
             ctx.save_for_backward(results.grad_hidden, results.grad_weight)
             ctx.weight_dtype = weight.dtype
-        return results.losses.sum()
+        total = results.losses.sum()
+        return total if results.squares is None else torch.stack((total, results.squares.sum()))
 
     @staticmethod
     def backward(ctx, grad_total: Tensor):
         grad_hidden, grad_weight = ctx.saved_tensors
+        if grad_total.dim():
+            grad_total = grad_total[0]
         # Not in place: zero-bubble schedules run this twice, for the gradients of the inputs and then for those of the weights.
         if grad_weight is not None:
             # In the weight's dtype at once: this is one of the largest tensors of a step.
@@ -190,7 +215,13 @@ class _TokenLosses(torch.autograd.Function):
 
 
 def _local_projection(
-    labels: Tensor, hidden: Tensor, weight: Tensor, softcap: float | None, chunk_tokens: int, compiled: bool
+    labels: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    softcap: float | None,
+    chunk_tokens: int,
+    compiled: bool,
+    z_loss: float = 0.0,
 ) -> tuple[Tensor, Tensor, _Projection]:
     """Return this rank's hidden states, (tokens, dim), its vocabulary rows of the weight, and the projection.
 
@@ -206,7 +237,7 @@ def _local_projection(
         first_row, group = rows_per_rank * mesh.get_local_rank(), mesh.get_group()
         hidden = hidden.to_local(grad_placements=[Partial()])  # each rank's rows contribute to the gradient
         weight = weight.to_local()
-    projection = _Projection(labels.flatten(), first_row, group, softcap, chunk_tokens, compiled)
+    projection = _Projection(labels.flatten(), first_row, group, softcap, chunk_tokens, compiled, z_loss)
     return hidden.flatten(0, 1), weight, projection
 
 
@@ -222,7 +253,7 @@ def token_losses(
 class CrossEntropyHead:
     """The head that the model's output module applies. It maps hidden states to the summed loss of the target tokens."""
 
-    def __init__(self, labels: Tensor, chunk_tokens: int, compiled: bool = False):
+    def __init__(self, labels: Tensor, chunk_tokens: int, compiled: bool = False, z_loss: float = 0.0):
         """Create the head of one microbatch.
 
         Args:
@@ -230,13 +261,16 @@ class CrossEntropyHead:
             chunk_tokens: Number of tokens whose logits exist at the same time.
             compiled: Whether to compile the operations between the matrix products. With tensor parallelism they contain
                 collectives and are not compiled.
+            z_loss: Factor of the mean square of the log-sum-exp of the logits, which is minimized too.
         """
         self.labels = labels
         self.chunk_tokens = chunk_tokens
         self.compiled = compiled
+        self.z_loss = z_loss
 
     def __call__(self, hidden: Tensor, weight: Tensor, softcap: float | None = None) -> Tensor:
-        """Return the summed loss, a scalar in fp32.
+        """Return the summed loss, a scalar in fp32. With a z-loss: (2,), the summed loss and the summed squares of the
+        log-sum-exp of the logits. The gradient of the first is that of the summed loss plus z_loss times the summed squares.
 
         Args:
             hidden: (batch, seq, dim). Under tensor parallelism, a replicated DTensor.
@@ -245,7 +279,7 @@ class CrossEntropyHead:
         """
         # Read here: inside the autograd function grad mode is off, and its inputs require gradients in evaluation too.
         needs_gradient = torch.is_grad_enabled()
-        args = _local_projection(self.labels, hidden, weight, softcap, self.chunk_tokens, self.compiled)
+        args = _local_projection(self.labels, hidden, weight, softcap, self.chunk_tokens, self.compiled, self.z_loss)
         return _SummedLoss.apply(*args, needs_gradient)
 
 
@@ -265,3 +299,16 @@ class CrossEntropy:
 
     def count(self, batch: Batch) -> Tensor:
         return (batch.labels != IGNORE_INDEX).sum()
+
+
+@dataclass(frozen=True)
+class CrossEntropyWithZLoss(CrossEntropy):
+    """Cross-entropy plus `z_loss` times the mean square of the log-sum-exp of the logits, which keeps it near 0 (Chowdhery et al.
+    2022, "PaLM", arXiv:2204.02311, section 5). `loss` is the cross-entropy alone, and the metric is without its factor."""
+
+    z_loss: float
+    metrics: ClassVar[tuple[str, ...]] = ("z_loss",)
+    shape: ClassVar[tuple[int, ...]] = (2,)
+
+    def head(self, labels: Tensor, documents: Tensor, reference: Tensor | None) -> Head:
+        return CrossEntropyHead(labels, self.chunk_tokens, self.compiled, self.z_loss)

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw as fused_adamw
 
 from trainer.config import OptimizerConfig
+from trainer.optim.decay import cautious_factors
 from trainer.optim.quantization import BLOCK_SIZE, BlockQuantizer, is_quantizable
 from trainer.runtime.device import DTYPES
 
@@ -48,10 +49,10 @@ def adamw(groups: Sequence[dict], config: OptimizerConfig, biases: Collection[Te
     quantizers = {}
     if config.state_dtype == "8bit":
         quantizers = {name: BlockQuantizer(signed, parameters[0].device) for name, signed in _MOMENTS.items()}
-    if all(p.dtype == DTYPES.get(config.state_dtype) for p in parameters):
+    if not config.cautious_decay and all(p.dtype == DTYPES.get(config.state_dtype) for p in parameters):
         optimizer = AdamW(groups, **hyperparameters)
     else:
-        optimizer = _MixedPrecisionAdamW(groups, quantizers, **hyperparameters)
+        optimizer = _AdamWByRows(groups, quantizers, config.cautious_decay, **hyperparameters)
     for p in parameters:
         state = {"step": torch.zeros((), dtype=torch.float32, device=p.device)}
         for name in _MOMENTS:
@@ -76,17 +77,30 @@ def adamw_width_powers(config: OptimizerConfig) -> dict[str, float]:
     return {"hidden": 1.0, "output": 1.0, "scaled_input": 0.5}
 
 
-class _MixedPrecisionAdamW(AdamW):
-    """AdamW for parameters and moments of different dtypes. The fused kernel computes each update in fp32. The results are then
-    rounded to nearest."""
+class _AdamWByRows(AdamW):
+    """AdamW for parameters and moments of different dtypes, and for cautious decay. The fused kernel computes each update in
+    fp32, for some rows of a parameter at a time. The results are then rounded to nearest."""
 
     found_inf: Tensor
     grad_scale: Tensor | None
 
-    def __init__(self, groups: Sequence[dict], quantizers: dict[str, BlockQuantizer], **hyperparameters: Any):
-        """quantizers: name of each 8-bit moment -> its quantizer."""
+    def __init__(
+        self,
+        groups: Sequence[dict],
+        quantizers: dict[str, BlockQuantizer],
+        cautious_decay: bool,
+        **hyperparameters: Any,
+    ):
+        """Create the optimizer.
+
+        Args:
+            groups: torch's parameter groups.
+            quantizers: Name of each 8-bit moment -> its quantizer.
+            cautious_decay: See OptimizerConfig.
+            **hyperparameters: Those of torch's AdamW.
+        """
         super().__init__(groups, **hyperparameters)
-        self.quantizers = quantizers
+        self.quantizers, self.cautious_decay = quantizers, cautious_decay
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
@@ -112,10 +126,14 @@ class _MixedPrecisionAdamW(AdamW):
         for name in ("p", *_MOMENTS):
             value, scales = stored[name], stored.get(f"{name}_scale")
             values[name] = value.float() if scales is None else self.quantizers[name].dequantize(value, scales)
+        gradient, decay = stored["grad"].float(), group["weight_decay"]
+        if self.cautious_decay and decay:
+            self._decay_cautiously(values["p"], gradient, values["exp_avg"], group)
+            decay = 0.0
         beta1, beta2 = group["betas"]
         fused_adamw(
-            [values["p"]], [stored["grad"].float()], [values["exp_avg"]], [values["exp_avg_sq"]], [], [step],
-            lr=group["lr"], beta1=beta1, beta2=beta2, weight_decay=group["weight_decay"], eps=group["eps"],
+            [values["p"]], [gradient], [values["exp_avg"]], [values["exp_avg_sq"]], [], [step],
+            lr=group["lr"], beta1=beta1, beta2=beta2, weight_decay=decay, eps=group["eps"],
             amsgrad=False, maximize=False, fused=True, grad_scale=self.grad_scale, found_inf=self.found_inf,
         )  # fmt: skip
         for name, value in values.items():
@@ -123,3 +141,12 @@ class _MixedPrecisionAdamW(AdamW):
                 self.quantizers[name].quantize_(value, stored[name], stored[f"{name}_scale"])
             else:
                 stored[name].copy_(value)
+
+    def _decay_cautiously(self, p: Tensor, gradient: Tensor, exp_avg: Tensor, group: dict) -> None:
+        """Decay the values of p whose sign is that of the step's update, as the fused kernel does before it subtracts the update.
+        The sign is that of the new first moment, because all other factors are positive."""
+        if self.grad_scale is not None:
+            gradient = gradient / self.grad_scale
+        momentum = exp_avg.lerp(gradient, 1 - group["betas"][0])
+        factors = cautious_factors(p, momentum, group["lr"] * group["weight_decay"])
+        p.mul_(factors.where(self.found_inf == 0, 1.0))

@@ -67,7 +67,7 @@ def resolve_groups(
         width_ratio: Width at which rates were tuned, divided by that of the model.
 
     Raises:
-        ConfigError: Options are wrong, or a pattern selects no parameter.
+        ConfigError: Options are wrong, a pattern selects no parameter, or cautious decay no parameter that decays.
     """
     options = {pattern: _options(config, pattern, text) for pattern, text in config.groups.items()}
     chosen = {name: next((p for p in options if fnmatchcase(name, p)), "") for name in trained}
@@ -86,6 +86,8 @@ def resolve_groups(
         width = width_ratio ** RULES[rule].width_powers(config).get(kinds.get(name, ""), 0.0)
         key = chosen[name], rule, lr * width, width, decay / width
         members.setdefault(key, []).append(name)
+    if config.cautious_decay and not any(decay for *_, decay in members):
+        raise ConfigError("optimizer.cautious_decay", "has no effect: the weight decay of every trained parameter is 0")
     order = [*options, ""]
     return tuple(
         Group(

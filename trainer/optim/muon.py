@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from trainer.config import OptimizerConfig
+from trainer.optim.decay import cautious_factors
 from trainer.optim.exchange import BUCKET_VALUES, Exchange, Matrix, Sharding, assign_owners, buckets, matrices_of
 from trainer.runtime.device import DTYPES
 
@@ -140,7 +141,9 @@ class Muon(torch.optim.Optimizer):
     def _move(self, p: Tensor, direction: Tensor, group: dict, skip: Tensor) -> None:
         """Update a shard. direction: orthogonalized."""
         lr, scale = group["lr"], SCALES[self.config.muon_scale](*self.shapes[p])
-        moved = p.float().mul(1 - lr * group["weight_decay"]).add_(direction, alpha=-lr * scale)
+        decay = lr * group["weight_decay"]
+        kept = cautious_factors(p, direction, decay) if self.config.cautious_decay else 1 - decay
+        moved = p.float().mul(kept).add_(direction, alpha=-lr * scale)
         p.copy_(torch.where(skip, p, moved.to(p.dtype)))
 
 

@@ -53,11 +53,11 @@ class Step(ABC):
         self.phases.start("reduction")
         return by_name(self.objective, self._sum(results, self.objective))
 
-    def evaluate(self, microbatches: Sequence[Batch]) -> EvaluationSums:
-        """Run forward. Return what the means of these microbatches and of others are computed from."""
-        sums = self.read(microbatches, self.objective)
-        num_terms = count_terms(microbatches, self.objective, self.batch_group)
-        return EvaluationSums(by_name(self.objective, sums), num_terms)
+    def evaluate(self, microbatches: Sequence[Batch], objective: Objective) -> EvaluationSums:
+        """Run forward. Return what the objective's means over these microbatches and others are computed from."""
+        sums = self.read(microbatches, objective)
+        num_terms = count_terms(microbatches, objective, self.batch_group)
+        return EvaluationSums(by_name(objective, sums), num_terms)
 
     @torch.no_grad()
     def read(self, microbatches: Sequence[Batch], readout: Readout) -> Tensor:

@@ -20,6 +20,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "eval/*/bits_per_byte": ("Bits per byte on {}", "bits"),
     },
     "Optimization": {
+        "train/z_loss": ("Z-loss of the output's logits", ""),
         "train/grad_norm": ("Gradient norm before clipping", ""),
         "train/learning_rate": ("Learning rate", ""),
         "train/reward_chosen": ("Reward of chosen answers", ""),

@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -22,7 +23,7 @@ from trainer.batch import Batch
 from trainer.config import Config
 from trainer.data.prepare.encode import CHAT_DATASETS
 from trainer.engine import Engine
-from trainer.objective import preference
+from trainer.objective import cross_entropy, preference
 from trainer.optim import muon
 from trainer.optim.exchange import Matrix, Sharding
 from trainer.parallel import balance, experts, tensor
@@ -196,6 +197,24 @@ def _shards_as_matrices() -> AbstractContextManager:
     return patch.object(muon, "matrices_of", matrices_of)
 
 
+def _z_loss_of_a_shard() -> AbstractContextManager:
+    """Compute the z-loss from the vocabulary rows of one rank."""
+    original = cross_entropy._losses_and_gradient
+
+    def wrong(
+        hidden: Tensor, weight: Tensor, labels: Tensor, first_row: int, group: ProcessGroup | None, *rest: Any
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        *options, z_loss = rest
+        losses, _, gradient = original(hidden, weight, labels, first_row, group, *options, 0.0)
+        # With any target, because the gradient of the cross-entropy is subtracted again.
+        own = hidden, weight, labels.clamp(max=0), 0, None
+        _, squares, of_both = original(*own, *options, z_loss)
+        _, _, of_loss = original(*own, *options, 0.0)
+        return losses, squares, None if gradient is None else gradient + of_both - of_loss
+
+    return patch.object(cross_entropy, "_losses_and_gradient", wrong)
+
+
 BUGS = {
     "gradients averaged instead of summed": Bug(("dp_shard=2", "cp=2"), _averaged),
     "gradients of head norms not summed over tp": Bug(
@@ -298,6 +317,9 @@ BUGS = {
     ),
     "shards orthogonalized instead of matrices": Bug(
         ("dp_shard=2", "tp=2"), _shards_as_matrices, applies=lambda config, resolved: config.optimizer.name == "muon"
+    ),
+    "z-loss of a part of the vocabulary": Bug(
+        ("tp=2",), _z_loss_of_a_shard, applies=lambda config, resolved: config.training.z_loss > 0
     ),
     "balance loss without a gradient": Bug(("dp_shard=2",), _losses_detached, applies=_has_balance_loss),
     "balance loss not divided by the number of microbatches": Bug(

@@ -132,13 +132,14 @@ def gradient_deviations(reference: Trained, run: Trained) -> list[GradientDeviat
 
 
 def deviations(reference: Trained, run: Trained) -> dict[str, float]:
-    """Return the largest relative deviations of loss and gradient norm over all steps, and of a parameter's gradient; NaN if a
-    value is NaN."""
+    """Return the largest relative deviations of loss (and z-loss, if the run has one) and gradient norm over all steps, and of a
+    parameter's gradient; NaN if a value is NaN."""
     assert [r["step"] for r in reference.records] == [r["step"] for r in run.records]
-    metrics = ("loss", "grad_norm")
+    metrics = ["loss", "grad_norm"] + ["z_loss"] * ("z_loss" in run.records[0])
     a, b = (np.array([[record[name] for name in metrics] for record in r.records]) for r in (reference, run))
-    largest = dict(zip(metrics, (abs(a - b) / abs(a)).max(axis=0).tolist(), strict=True))
-    return largest | {"gradient": gradient_deviations(reference, run)[0].deviation}
+    loss, grad_norm, *z_loss = (abs(a - b) / abs(a)).max(axis=0)
+    gradient = gradient_deviations(reference, run)[0].deviation
+    return {"loss": float(np.max([loss, *z_loss])), "grad_norm": float(grad_norm), "gradient": gradient}
 
 
 def within(deviation: dict[str, float], limits: dict[str, float]) -> bool:
@@ -270,9 +271,9 @@ class Runs:
         return self.single_rank_runs[key]
 
     def _run_transformers(self, settings: dict[str, str]) -> Trained:
-        ((loss, gradients),) = LocalRanks(1).run(transformers_step, self.flags(settings))
+        ((losses, gradients),) = LocalRanks(1).run(transformers_step, self.flags(settings))
         norm = torch.stack([g.norm() for g in gradients.values()]).norm().item()
-        return Trained([{"step": 1, "loss": loss, "grad_norm": norm}], (gradients, gradients))
+        return Trained([{"step": 1, "grad_norm": norm} | losses], (gradients, gradients))
 
     def limits(self, layout: Layout, dtype: str) -> dict[str, float]:
         """Return the limits of a layout. In bf16, the reference run has rounding errors too, so each limit is at least twice the

@@ -17,9 +17,9 @@ from trainer.run.resolve import resolve
 from trainer.runtime.device import DTYPES
 
 
-def transformers_step(argv: Sequence[str]) -> tuple[float, dict[str, Tensor]]:
-    """Return the mean loss per target token and the gradients of all parameters, by native name. Run on one rank. The initial
-    weights and the batches are those of the Trainer."""
+def transformers_step(argv: Sequence[str]) -> tuple[dict[str, float], dict[str, Tensor]]:
+    """Return the mean loss and z-loss per target token, and the gradients of all parameters, by native name. Run on one rank. The
+    initial weights and the batches are those of the Trainer."""
     os.environ["LOG_RANK"] = ""  # the caller prints a table
     config = load_config(argv)
     resolved = resolve(config, dist.get_world_size())
@@ -41,10 +41,10 @@ def transformers_step(argv: Sequence[str]) -> tuple[float, dict[str, Tensor]]:
     )
     wrong = {kind: names for kind, names in keys.items() if names}
     assert not wrong, wrong
-    loss = _mean_loss(model.to(DTYPES[config.training.compute_dtype]), batches)
-    loss.backward()
+    loss, z_loss = _mean_losses(model.to(DTYPES[config.training.compute_dtype]), batches)
+    (loss + config.training.z_loss * z_loss).backward()
     gradients = stored_tensors(model, {name: p.grad.float() for name, p in model.named_parameters()})
-    return loss.item(), hf.split(gradients, parameters, head_dim)
+    return {"loss": loss.item(), "z_loss": z_loss.item()}, hf.split(gradients, parameters, head_dim)
 
 
 def stored_tensors(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -57,10 +57,12 @@ def stored_tensors(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Te
     return require_package("transformers.core_model_loading", "").revert_weight_conversion(model, tensors)
 
 
-def _mean_loss(model: nn.Module, batches: Sequence) -> Tensor:
-    num_targets = sum((batch.labels != IGNORE_INDEX).sum() for batch in batches)
+def _mean_losses(model: nn.Module, batches: Sequence) -> tuple[Tensor, Tensor]:
+    """Return the mean cross-entropy of the target tokens, and the mean square of the log-sum-exp of their logits."""
     losses = []
     for batch in batches:
         logits = model(batch.tokens, position_ids=batch.positions, use_cache=False).logits.float()
-        losses.append(F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="sum"))
-    return torch.stack(losses).sum() / num_targets
+        targets = batch.labels[is_target := batch.labels != IGNORE_INDEX]
+        logits = logits[is_target]
+        losses.append(torch.stack((F.cross_entropy(logits, targets, reduction="none"), logits.logsumexp(-1).square())))
+    return torch.cat(losses, 1).mean(1).unbind()

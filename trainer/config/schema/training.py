@@ -42,6 +42,9 @@ class TrainingConfig:
     """Whether to reduce gradients after each microbatch instead of once per step. This saves memory but adds communication."""
     loss_chunk_tokens: Annotated[int, Constraint(min=1, max=10**8, unit="tokens")] = 1024
     """Maximum number of tokens whose logits are held in memory at once."""
+    z_loss: Annotated[float, Constraint(min=0, max=1e6, only_with="[preference] loss = none")] = 0.0
+    """Coefficient of the z-loss, the mean squared logsumexp of a target's logits (arXiv:2204.02311), which is added to what is
+    minimized, but not to the loss that is logged; usual: 1e-5 to 1e-4. 0: no z-loss."""
     cpu_threads: Annotated[CountOrZero, PER_NODE] = 0
     """Number of threads per rank for CPU operators, at most the node's cores; 0: `OMP_NUM_THREADS` if it is set, otherwise the
     cores divided by the node's ranks."""
@@ -90,6 +93,8 @@ class OptimizerConfig:
     """Term added to the denominator of the update."""
     weight_decay: Annotated[float, Constraint(min=0)] = 0.1
     """Decoupled weight decay of matrices. Norms and biases are not decayed, unless [optimizer] groups says so."""
+    cautious_decay: bool = False
+    """Whether to decay only the values that the step's update moves towards zero too (arXiv:2510.12402)."""
     state_dtype: Annotated[Literal["fp32", "bf16", "8bit"], FIXED] = "fp32"
     """Precision of the moments. Updates are computed in fp32. bf16 halves the memory, but for betas above about 0.99 small
     changes are lost to rounding. 8bit quarters the memory of matrices whose row length is a multiple of 256."""
