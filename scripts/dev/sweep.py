@@ -13,7 +13,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -24,13 +24,13 @@ from trainer.system.process import exit_on_interrupt
 if __name__ == "__main__":
     exit_on_interrupt()
 
-from trainer.config import Config, ConfigError
+from trainer.config import ConfigError
 from trainer.config.command_line import Arguments, config_from_command_line, file_to_write, run_to_end
 from trainer.planning.report import canvas, save
 from trainer.reporting.records import Curve, read_records
 from trainer.run.sinks.sink import METRICS_FILE
 from trainer.system.process import die_with_parent
-from trainer.testing.layouts import Table
+from trainer.testing.layouts import Table, flags, settings_of
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,9 @@ class Result:
     held_out: float
     """Loss of the last evaluation of the first dataset. NaN: none."""
     step_s: float
-    """Median duration of the steps of a record."""
+    """Duration of a step: median of the records."""
+    update_s: float
+    """Duration of the optimizer's part of a step, likewise."""
 
     @property
     def final_loss(self) -> float:
@@ -56,7 +58,8 @@ def read_result(folder: Path, values: tuple[str, ...]) -> Result:
         (c.values[-1] for name, c in curves.items() if name.startswith("eval/") and name.endswith("/loss")),
         float("nan"),
     )
-    return Result(values, curves["train/loss"], held_out, statistics.median(curves["train/step_time_s"].values))
+    step_s, update_s = (statistics.median(curves[f"train/{name}_time_s"].values) for name in ("step", "optimizer"))
+    return Result(values, curves["train/loss"], held_out, step_s, update_s)
 
 
 def parse_vary(text: str) -> tuple[str, list[str]]:
@@ -67,9 +70,9 @@ def parse_vary(text: str) -> tuple[str, list[str]]:
     return name, values.split(",")
 
 
-def train(config: Config, argv: Sequence[str]) -> None:
+def train(argv: Sequence[str]) -> None:
     """Train, or continue, until the last step. If the run fails, exit with its code."""
-    command = [str(ROOT / "run_llama_train.sh"), *argv, "--run.name", config.run.name]
+    command = [str(ROOT / "run_llama_train.sh"), *argv]
     code = subprocess.run(command, env=os.environ | {"PYTHON": sys.executable}, preexec_fn=die_with_parent).returncode
     if code:
         sys.exit(code)  # the run has printed the reason
@@ -97,20 +100,20 @@ def main() -> None:
     base = config_from_command_line(argv)
     runs = []
     for values in itertools.product(*varied.values()):
-        own = [word for name, value in zip(varied, values, strict=True) for word in (f"--{name}", value)]
-        config = config_from_command_line([*argv, *own])
-        run = replace(config.run, name="-".join([base.run.name, *values]))
-        runs.append((values, replace(config, run=run), [*argv, *own]))
+        name = "-".join([base.run.name, *values])
+        of_run = flags(settings_of(argv) | dict(zip(varied, values, strict=True)) | {"run.name": name})
+        runs.append((values, config_from_command_line(of_run), of_run))  # all are checked before the first one starts
     results = []
-    for values, config, flags in runs:
-        train(config, flags)
+    for values, config, of_run in runs:
+        train(of_run)
         results.append(read_result(config.run.folder, values))
     width = max(len(name) for name in varied) + 2
-    table = Table(**{name.replace(".", "_"): f"<{width}" for name in varied}, loss=">8", held_out=">9", step=">9")
+    table = Table(
+        **{name.replace(".", "_"): f"<{width}" for name in varied}, loss=">8", held_out=">9", step=">9", update=">9"
+    )
     for result in results:
-        table.row(
-            *result.values, f"{result.final_loss:.4f}", f"{result.held_out:.4f}", f"{result.step_s * 1000:,.0f} ms"
-        )
+        losses = f"{result.final_loss:.4f}", f"{result.held_out:.4f}"
+        table.row(*result.values, *losses, *(f"{1000 * s:,.0f} ms" for s in (result.step_s, result.update_s)))
     if args.plot:
         draw(args.plot, results)
         print(f"wrote {args.plot}")
