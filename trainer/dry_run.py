@@ -79,8 +79,8 @@ def report(config: Config, resolved: ResolvedRun, ranks_per_node: int, device: t
     _line("model", f"{resolved.model_name}, {resolved.num_parameters:,} parameters, {resolved.num_trained:,} trained")
     for note in adapter_notes(config, resolved):
         _line("adapters", note)
-    if resolved.fp32_moments:
-        _line("moments", resolved.fp32_moments)
+    if resolved.optimizer.fp32_moments:
+        _line("moments", resolved.optimizer.fp32_moments)
     _line("ranks", f"{dims.world_size} x {devices.name(device)} ({dims})")
     require_usable(config.run.folder)
     point = resume_point(config.run.folder, config.checkpoint.load_step, resolved.fingerprint)

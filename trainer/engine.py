@@ -113,7 +113,7 @@ class Engine:
         """
         require_complete(objective)
         self.config = config
-        self.width_ratio = resolved.width_ratio
+        self.width_ratio = resolved.optimizer.width_ratio
         self.device = device
         self.model_parts = model_parts
         parameter_device = torch.device("cpu") if config.parallel.cpu_offload else device
@@ -148,7 +148,7 @@ class Engine:
         self.optimizer = build_optimizer(
             self.parameters,
             optimizer,
-            resolved.groups,
+            resolved.optimizer.groups,
             resolved.dims.ranks_per_stage,
             biases,
             meshes.stage,

@@ -16,7 +16,10 @@ DEBUG = ["--data.dataset", "python_stdlib"]
 def groups_of(groups, *argv):
     """Return (pattern, lr, decay, names) of each group of a debug model."""
     flags = [word for pattern, text in groups.items() for word in (f"--optimizer.groups.{pattern}", text)]
-    return [(g.pattern, g.lr, g.weight_decay, g.names) for g in resolve(load_config([*DEBUG, *flags, *argv]), 1).groups]
+    return [
+        (g.pattern, g.lr, g.weight_decay, g.names)
+        for g in resolve(load_config([*DEBUG, *flags, *argv]), 1).optimizer.groups
+    ]
 
 
 def test_by_default_matrices_decay_and_norms_and_biases_do_not():
@@ -124,7 +127,7 @@ def test_what_muon_cannot_be_combined_with_is_one_line(text):
 
 
 def rules_of(*argv):
-    groups = resolve(load_config([*DEBUG, *argv]), 1).groups
+    groups = resolve(load_config([*DEBUG, *argv]), 1).optimizer.groups
     return {name: group.rule for group in groups for name in group.names}
 
 
@@ -152,13 +155,15 @@ def test_a_group_may_return_a_matrix_to_adamw_but_not_give_another_parameter_to_
 
 
 def test_muon_has_a_rate_of_its_own():
-    groups = resolve(load_config([*DEBUG, *MUON, "--optimizer.lr", "0.001", "--optimizer.muon_lr", "0.02"]), 1).groups
+    groups = resolve(
+        load_config([*DEBUG, *MUON, "--optimizer.lr", "0.001", "--optimizer.muon_lr", "0.02"]), 1
+    ).optimizer.groups
     assert {group.rule: group.lr for group in groups} == {"adamw": 1.0, "muon": pytest.approx(20.0)}
 
 
 def by_name(*argv):
     """Return name -> (factor of the rate, decay) of some parameters. The model is four times as wide as the base."""
-    groups = resolve(load_config([*DEBUG, "--optimizer.base_width", "32", *argv]), 1).groups
+    groups = resolve(load_config([*DEBUG, "--optimizer.base_width", "32", *argv]), 1).optimizer.groups
     found = {name: (group.lr, pytest.approx(group.weight_decay)) for group in groups for name in group.names}
     names = {"embedding": "tok_embeddings.weight", "norm": "norm.weight", "output": "output.weight"}
     names |= {"hidden": "layers.0.attention.wq.weight", "router": "layers.1.feed_forward.router.weight"}
@@ -193,7 +198,7 @@ def test_rates_follow_the_width_by_rule_and_kind_and_a_step_decays_as_at_the_bas
 def test_the_log_names_the_factors_of_the_width():
     config = load_config([*DEBUG, "--optimizer.base_width", "32"])
     resolved = resolve(config, 1)
-    assert [str(group).split(":")[0] for group in resolved.groups] == [
+    assert [str(group).split(":")[0] for group in resolved.optimizer.groups] == [
         "adamw, lr x 1, decay 0.1",
         "adamw, lr x 1, decay 0",
         "adamw, lr x 0.25 (x 0.25 for the width), decay 0.4",

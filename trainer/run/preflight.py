@@ -29,7 +29,7 @@ def checkpoint_bytes(config: Config, resolved: ResolvedRun) -> int:
     copy."""
     parameter = DTYPES[config.trained_dtype].itemsize
     copy = 4 if config.optimizer.offload != "none" and parameter < 4 else 0
-    return int(resolved.num_trained * (parameter + resolved.state_bytes + copy))
+    return int(resolved.num_trained * (parameter + resolved.optimizer.state_bytes + copy))
 
 
 def minimum_memory(
@@ -45,7 +45,7 @@ def minimum_memory(
     """
     frozen *= DTYPES[config.training.parameter_dtype].itemsize
     optimizer, parallel, dims = config.optimizer, config.parallel, resolved.dims
-    parameter, state = DTYPES[config.trained_dtype].itemsize, resolved.state_bytes
+    parameter, state = DTYPES[config.trained_dtype].itemsize, resolved.optimizer.state_bytes
     gradients = 0 if optimizer.frees_gradients else count * parameter
     accumulated = 0
     if resolved.grad_accum > 1 and not config.training.reduce_every_microbatch:

@@ -1,30 +1,25 @@
 """Resolution of a configuration for a given world size: arithmetic, without a process group and without the files of the data."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from models import MODELS
 from models.moe import CorrectedRouter
 from models.sizes import text_of
-from models.spec import Model, ModelSpec, ParallelPlan, SizeError, is_bias, meta_model, saved_buffers, saved_weights
-from models.width import width_kind
-from trainer.adapters.select import TrainedParameters, adaptable_weights, require_trained_vocabulary, select_parameters
+from models.spec import Model, ModelSpec, ParallelPlan, SizeError, meta_model, saved_buffers, saved_weights
+from trainer.adapters.select import TrainedParameters, require_trained_vocabulary, select_parameters
 from trainer.checkpoint.huggingface import read_architecture
 from trainer.checkpoint.peft import PeftNames, require_peft_support
 from trainer.checkpoint.resume import FAMILY
-from trainer.config import Config, ConfigError, ModelConfig, OptimizerConfig, ProfilingConfig, errors_about
+from trainer.config import Config, ConfigError, ModelConfig, ProfilingConfig, errors_about
 from trainer.config.fields import Setting, coerce, parse_text, settings, type_name
 from trainer.config.pretrained import is_from_pretrained
-from trainer.optim import quantization
-from trainer.optim.groups import Group, resolve_groups
-from trainer.optim.rules import RULES
 from trainer.parallel.mesh import ParallelDims
 from trainer.parallel.pipeline import Stage, check_microbatches, partition_blocks, stages_of_rank
 from trainer.parallel.validate import check_divisibility, check_supported, resolve_compilation
+from trainer.run.resolve_optimizer import ResolvedOptimizer, resolve_optimizer
 from trainer.runtime import device as devices
 from trainer.system.spelling import did_you_mean
 
@@ -52,14 +47,7 @@ class ResolvedRun:
     trained: TrainedParameters
     num_trained: int
     """Number of trained values, of which a checkpoint consists."""
-    groups: tuple[Group, ...]
-    """The parameter groups of the complete model."""
-    width_ratio: float
-    """Width at which rates were tuned, divided by that of the model."""
-    state_bytes: float
-    """Bytes of optimizer state and averaged weights per trained value: the mean."""
-    fp32_moments: str
-    """Part of the matrices to which 8-bit moments do not apply, and why. "": none."""
+    optimizer: ResolvedOptimizer
     compiled: bool
     """Whether blocks are compiled and, without tensor parallelism, the loss."""
     grad_accum: int
@@ -73,7 +61,7 @@ class ResolvedRun:
     @property
     def exchanges_matrices(self) -> bool:
         """Whether the ranks of a pipeline stage exchange matrices to update them (trainer/optim/exchange.py)."""
-        return self.dims.ranks_per_stage > 1 and any(group.rule == "muon" for group in self.groups)
+        return self.dims.ranks_per_stage > 1 and any(group.rule == "muon" for group in self.optimizer.groups)
 
 
 def resolve(config: Config, world_size: int) -> ResolvedRun:
@@ -105,26 +93,7 @@ def resolve(config: Config, world_size: int) -> ResolvedRun:
     stages = partition_blocks(model, plan, config.parallel)
     _check_stages(config, plan, stages, trained)
     buffers = frozenset(saved_buffers(model))
-    tensors = trained.tensors(model)
-    num_trained = sum(p.numel() for p in tensors.values())
-    biases = {n for n in trained.fully if is_bias(model, n)}
-    muon_matrices = _muon_matrices(model, plan)
-    width_ratio = _width_ratio(config.optimizer, sizes, plan, name)
-    groups = resolve_groups(
-        config.optimizer,
-        tensors,
-        biases,
-        muon_matrices,
-        _untrained(model, trained),
-        {n: width_kind(model, n) for n in tensors if width_ratio != 1},
-        width_ratio,
-    )
-    rules = {n: RULES[group.rule] for group in groups for n in group.names}
-    state_bytes = sum(rules[n].state_bytes(p, n in biases, config.optimizer) for n, p in tensors.items())
-    fp32_moments = ""
-    if config.optimizer.state_dtype == "8bit":
-        matrices = {n: p for n, p in tensors.items() if p.dim() >= 2 and n not in biases}
-        fp32_moments = _fp32_moments(matrices, num_trained, name)
+    optimizer = resolve_optimizer(config.optimizer, model, trained, sizes, name)
     dimensions = {f"model.{name}": value for name, value in asdict(sizes).items()}
     sequence_shards = dims.cp * (dims.tp if config.parallel.sequence_parallel else 1)
     return ResolvedRun(
@@ -142,37 +111,17 @@ def resolve(config: Config, world_size: int) -> ResolvedRun:
         grad_accum=training.largest_batch_size // (training.local_batch_size * dims.batch),
         num_parameters=sum(p.numel() for p in model.parameters()),
         trained=trained,
-        num_trained=num_trained,
-        groups=groups,
-        width_ratio=width_ratio,
-        state_bytes=state_bytes / num_trained + (4 if config.optimizer.ema_decay else 0),
-        fp32_moments=fp32_moments,
+        num_trained=sum(p.numel() for p in trained.tensors(model).values()),
+        optimizer=optimizer,
         flops_per_token=trained.flops_per_token(model, training.seq_len),
         fingerprint=_fingerprint(config)
         | {FAMILY: family}
         | dimensions
         | _adapters_of_experts(trained, model)
-        | _given_to_adamw(config, groups, muon_matrices),
+        | optimizer.fingerprint,
         shared=_values(config, lambda setting: not setting.constraint.per_node)
         | {"compile.enabled": compiled, "model.type": spec.huggingface.model_type, **dimensions},
     )
-
-
-def _width_ratio(config: OptimizerConfig, sizes: Any, plan: ParallelPlan, name: str) -> float:
-    """Return the width at which rates were tuned, divided by that of the model. Raises ConfigError if initial values and rates
-    cannot follow the width. name: of the model."""
-    if config.base_width is None:
-        return 1.0
-    if plan.tied:
-        message = (
-            "at larger widths, the output needs smaller values and rates, the embedding does not; they share a matrix"
-        )
-        raise ConfigError("optimizer.base_width", f"needs [model] overrides.tied_embeddings = false: {message}")
-    least = -(-sizes.dim // sizes.n_heads)
-    if config.base_width < least:
-        message = f"must be at least {least}, the width of {name} with one head instead of {sizes.n_heads}"
-        raise ConfigError("optimizer.base_width", f"{message}: heads keep their width")
-    return config.base_width / sizes.dim
 
 
 def _check_batch_sizes(config: Config, dims: ParallelDims) -> None:
@@ -186,47 +135,6 @@ def _check_batch_sizes(config: Config, dims: ParallelDims) -> None:
             raise ConfigError(key, f"must be a multiple of {factors} = {samples}")
         if dims.pp > 1:
             check_microbatches(config.parallel, size // samples, f"a step after step {steps}" if steps else "the step")
-
-
-def _muon_matrices(model: Model, plan: ParallelPlan) -> set[str]:
-    """Return the names of the matrices that Muon may update: those of products with hidden states, inside the blocks."""
-    return {name for name in adaptable_weights(model) if name.startswith(f"{plan.blocks_path}.")}
-
-
-def _given_to_adamw(config: Config, groups: Collection[Group], muon_matrices: Collection[str]) -> dict[str, str]:
-    """Return an entry of the fingerprint if Muon updates matrices: a matrix whose rule changes would lack its state."""
-    if config.optimizer.name != "muon":
-        return {}
-    given = [name for group in groups if group.rule == "adamw" for name in group.names if name in muon_matrices]
-    key = "number of matrices that [optimizer] groups gives to adamw"
-    return {key: f"{len(given)}, such as {given[0]}" if given else "0"}
-
-
-def _untrained(model: Model, trained: TrainedParameters) -> dict[str, str]:
-    """Return name -> what it is, for each name of a parameter that a run does not update under this name."""
-    names = {id(p): name for name, p in model.named_parameters()}
-    untrained = {name: "is frozen" for name in names.values() if name not in trained.fully}
-    every = model.named_parameters(remove_duplicate=False)
-    return untrained | {name: f"is {names[id(p)]}" for name, p in every if names[id(p)] != name}
-
-
-def _fp32_moments(matrices: Mapping[str, Tensor], num_trained: int, name: str) -> str:
-    """Return a note if not all matrices have 8-bit moments.
-
-    Args:
-        matrices: Trained matrices by name, on the meta device.
-        num_trained: Number of trained values.
-        name: Of the model.
-
-    Raises:
-        ConfigError: No matrix can have 8-bit moments.
-    """
-    quantized = {n: p for n, p in matrices.items() if quantization.is_quantizable(p)}
-    if not quantized:
-        message = f"8bit needs matrices with row lengths divisible by {quantization.BLOCK_SIZE}, but {name} has none"
-        raise ConfigError("optimizer.state_dtype", message)
-    others = {n: p for n, p in matrices.items() if n not in quantized}
-    return quantization.note_of_fp32_moments(others, num_trained)
 
 
 def _check_experts(config: Config, model: Model, plan: ParallelPlan, name: str) -> None:
@@ -283,8 +191,6 @@ def _fingerprint(config: Config) -> dict[str, Any]:
     if config.trained_dtype == "bf16":
         # If this changed, the resumed run would lose the copy, or have none to load.
         fingerprint["fp32 copy of the parameters ([optimizer] offload)"] = config.optimizer.offload != "none"
-    if config.optimizer.ema_decay is not None:  # a checkpoint without averages cannot continue them
-        fingerprint["average of the weights ([optimizer] ema_decay)"] = True
     return fingerprint
 
 

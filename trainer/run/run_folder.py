@@ -248,7 +248,7 @@ def save_run_info(config: Config, resolved: ResolvedRun, device: torch.device) -
             "device": devices.name(device),
             "driver": devices.driver_version(device),
             "world_size": dist.get_world_size(),
-            "optimizer": [str(group) for group in resolved.groups],
+            "optimizer": [str(group) for group in resolved.optimizer.groups],
         }
         with _writing(folder):
             atomic_write(folder / "config.toml", to_toml(config))
@@ -269,14 +269,14 @@ def log_summary(
         f"({dims}), {'bitwise deterministic' if deterministic else 'deterministic up to rounding'}, "
         f"attention: {attention}"
     )
-    for group in resolved.groups:
+    for group in resolved.optimizer.groups:
         console.info(f"optimizer: {group}")
     if config.optimizer.ema_decay is not None:
         console.info(f"optimizer: average of the weights, decay {config.optimizer.ema_decay:g}")
     if config.optimizer.base_width is not None:
         console.info(width_transfer(config, resolved))
-    if resolved.fp32_moments:
-        console.warning(resolved.fp32_moments)
+    if resolved.optimizer.fp32_moments:
+        console.warning(resolved.optimizer.fp32_moments)
     for line in adapter_notes(config, resolved):
         console.warning(line)
 
@@ -289,7 +289,7 @@ def width_transfer(config: Config, resolved: ResolvedRun) -> str:
     model = meta_model(resolved.spec.model, resolved.sizes)
     factors: dict[float, list[str]] = {}
     for name, _ in model.named_parameters():
-        factors.setdefault(resolved.width_ratio ** KINDS[width_kind(model, name)], []).append(name)
+        factors.setdefault(resolved.optimizer.width_ratio ** KINDS[width_kind(model, name)], []).append(name)
     changed = [f"{names[0]}{' ...' * (len(names) > 1)} x {f:g}" for f, names in factors.items() if f != 1]
     return f"{line}; initial values: {', '.join([*changed, 'others x 1'])}"
 

@@ -1,0 +1,132 @@
+"""Resolution of the optimizer's settings for a model: groups, width transfer, the bytes of the state."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from models.spec import Model, ParallelPlan, is_bias
+from models.width import width_kind
+from trainer.adapters.select import TrainedParameters, adaptable_weights
+from trainer.config import ConfigError, OptimizerConfig
+from trainer.optim import quantization
+from trainer.optim.groups import Group, resolve_groups
+from trainer.optim.rules import RULES
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedOptimizer:
+    """What follows from the optimizer's settings for a model."""
+
+    groups: tuple[Group, ...]
+    """The parameter groups of the complete model."""
+    width_ratio: float
+    """Width at which rates were tuned, divided by that of the model."""
+    state_bytes: float
+    """Bytes of optimizer state and averaged weights per trained value: the mean."""
+    fp32_moments: str
+    """Part of the matrices to which 8-bit moments do not apply, and why. "": none."""
+    fingerprint: Mapping[str, Any]
+    """Part of the run's fingerprint: what decides which state a checkpoint contains, besides settings."""
+
+
+def resolve_optimizer(
+    config: OptimizerConfig, model: Model, trained: TrainedParameters, sizes: Any, name: str
+) -> ResolvedOptimizer:
+    """Resolve the optimizer's settings.
+
+    Args:
+        config: The settings.
+        model: The complete model, on the meta device.
+        trained: Its trained parameters.
+        sizes: Its dimensions.
+        name: Of the model, for messages.
+
+    Raises:
+        ConfigError: The model cannot be trained with these settings.
+    """
+    plan = model.plan()
+    tensors = trained.tensors(model)
+    num_trained = sum(p.numel() for p in tensors.values())
+    biases = {n for n in trained.fully if is_bias(model, n)}
+    muon_matrices = _muon_matrices(model, plan)
+    width_ratio = _width_ratio(config, sizes, plan, name)
+    kinds = {n: width_kind(model, n) for n in tensors if width_ratio != 1}
+    others = _untrained(model, trained)
+    groups = resolve_groups(config, tensors, biases, muon_matrices, others, kinds, width_ratio)
+    rules = {n: RULES[group.rule] for group in groups for n in group.names}
+    state_bytes = sum(rules[n].state_bytes(p, n in biases, config) for n, p in tensors.items())
+    average_bytes = 0 if config.ema_decay is None else 4
+    fp32_moments = ""
+    if config.state_dtype == "8bit":
+        matrices = {n: p for n, p in tensors.items() if p.dim() >= 2 and n not in biases}
+        fp32_moments = _fp32_moments(matrices, num_trained, name)
+    return ResolvedOptimizer(
+        groups=groups,
+        width_ratio=width_ratio,
+        state_bytes=state_bytes / num_trained + average_bytes,
+        fp32_moments=fp32_moments,
+        fingerprint=_fingerprint(config, groups, muon_matrices),
+    )
+
+
+def _fingerprint(config: OptimizerConfig, groups: Collection[Group], muon_matrices: Collection[str]) -> dict[str, Any]:
+    """Return what a checkpoint must agree with: state that it lacks cannot be continued."""
+    fingerprint: dict[str, Any] = {}
+    if config.ema_decay is not None:
+        fingerprint["average of the weights ([optimizer] ema_decay)"] = True
+    if config.name == "muon":
+        given = [name for group in groups if group.rule == "adamw" for name in group.names if name in muon_matrices]
+        key = "number of matrices that [optimizer] groups gives to adamw"
+        fingerprint[key] = f"{len(given)}, such as {given[0]}" if given else "0"
+    return fingerprint
+
+
+def _width_ratio(config: OptimizerConfig, sizes: Any, plan: ParallelPlan, name: str) -> float:
+    """Return the width at which rates were tuned, divided by that of the model. Raises ConfigError if initial values and rates
+    cannot follow the width. name: of the model."""
+    if config.base_width is None:
+        return 1.0
+    if plan.tied:
+        message = (
+            "at larger widths, the output needs smaller values and rates, the embedding does not; they share a matrix"
+        )
+        raise ConfigError("optimizer.base_width", f"needs [model] overrides.tied_embeddings = false: {message}")
+    least = -(-sizes.dim // sizes.n_heads)
+    if config.base_width < least:
+        message = f"must be at least {least}, the width of {name} with one head instead of {sizes.n_heads}"
+        raise ConfigError("optimizer.base_width", f"{message}: heads keep their width")
+    return config.base_width / sizes.dim
+
+
+def _muon_matrices(model: Model, plan: ParallelPlan) -> set[str]:
+    """Return the names of the matrices that Muon may update: those of products with hidden states, inside the blocks."""
+    return {name for name in adaptable_weights(model) if name.startswith(f"{plan.blocks_path}.")}
+
+
+def _untrained(model: Model, trained: TrainedParameters) -> dict[str, str]:
+    """Return name -> what it is, for each name of a parameter that a run does not update under this name."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    untrained = {name: "is frozen" for name in names.values() if name not in trained.fully}
+    every = model.named_parameters(remove_duplicate=False)
+    return untrained | {name: f"is {names[id(p)]}" for name, p in every if names[id(p)] != name}
+
+
+def _fp32_moments(matrices: Mapping[str, Tensor], num_trained: int, name: str) -> str:
+    """Return a note if not all matrices have 8-bit moments.
+
+    Args:
+        matrices: Trained matrices by name, on the meta device.
+        num_trained: Number of trained values.
+        name: Of the model.
+
+    Raises:
+        ConfigError: No matrix can have 8-bit moments.
+    """
+    quantized = {n: p for n, p in matrices.items() if quantization.is_quantizable(p)}
+    if not quantized:
+        message = f"8bit needs matrices with row lengths divisible by {quantization.BLOCK_SIZE}, but {name} has none"
+        raise ConfigError("optimizer.state_dtype", message)
+    others = {n: p for n, p in matrices.items() if n not in quantized}
+    return quantization.note_of_fp32_moments(others, num_trained)
