@@ -220,6 +220,13 @@ def test_the_planned_memory_of_all_ranks_of_a_node_must_be_free(monkeypatch, cap
     )
 
 
+def test_the_steps_of_a_batch_schedule_are_listed():
+    config = load_config(["--training.batch_schedule.100", "64", "--training.batch_schedule.200", "16"])
+    assert dry_run._steps(config, resolve(config, 2), 50, 300) == (
+        "51 to 300, each of 32 samples (64 after step 100, 16 after step 200) of 128 tokens, in up to 8 microbatches on each rank"
+    )
+
+
 @pytest.mark.parametrize(("times_peak", "is_tight"), [(2.0, False), (1.05, True)])
 def test_a_run_that_leaves_little_memory_free_is_tight(tiny, monkeypatch, capsys, times_peak, is_tight):
     config = load_config([*tiny, "--training.steps", "2"])

@@ -324,5 +324,6 @@ def _measured_sample_s(folder: Path) -> float | None:
     """Return the median time of a step in the last records of a run, divided by its samples, or None if it has none."""
     path = folder / METRICS_FILE
     records = [record for record in read_json_lines(path) if record.get("kind") == "train"] if path.exists() else []
-    times = [r["step_time_s"] / r["global_batch_size"] for r in records[-_RECORDS:] if "step_time_s" in r]
+    complete = (r for r in records[-_RECORDS:] if {"step_time_s", "global_batch_size"} <= r.keys())
+    times = [r["step_time_s"] / r["global_batch_size"] for r in complete]
     return statistics.median(times) if times else None

@@ -300,7 +300,7 @@ def in_order(results):
 
 
 def test_a_batch_schedule_changes_no_order_and_resumes_at_any_step_on_any_world_size(ranks, tiny, tmp_path):
-    """Steps of 16, 16, 32, 32, 8 and 8 samples. The run is killed at a change, after it, and before it."""
+    """Steps of 16, 16, 32, 32, 8 and 8 samples. The run is killed at a change, and between two."""
     schedule = ["--training.batch_schedule.2", "32", "--training.batch_schedule.4", "8"]
     extra = ["--training.steps", "6", "--checkpoint.interval_steps", "1", *schedule]
     (tmp_path / "changing.toml").write_text(to_toml(load_config([*tiny, *extra])))
@@ -311,7 +311,7 @@ def test_a_batch_schedule_changes_no_order_and_resumes_at_any_step_on_any_world_
     assert [(r["global_batch_size"], r["cursor"], r["tokens_seen"]) for r in before] == [
         (size, cursor, 32 * cursor) for size, cursor in ((16, 16), (16, 32), (32, 64), (32, 96), (8, 104), (8, 112))
     ]
-    for size, step in ((2, 4), (2, 3), (4, 4), (1, 1)):
+    for size, step in ((2, 4), (4, 3)):
         kill_after(folder, step)
         resumed = run(ranks, size, argv, folder)
         assert in_order(resumed) == [m for s in range(step, 6) for m in microbatches_of_step(uninterrupted, s)]

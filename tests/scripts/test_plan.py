@@ -78,8 +78,13 @@ def test_a_model_in_hugging_faces_format_is_planned(tmp_path):
 
 def test_a_run_in_epochs_has_no_duration_before_its_data_are_prepared():
     flags = ["--config", "train_configs/debug.toml", "--training.epochs", "2", "--world-size", "1"]
+    flags += ["--training.batch_schedule.9", "64"]
     ended = plan(*flags, "--price-per-gpu-hour", "2", "--tokens", "1e6")
     assert "  2 epochs: the length in steps is known only when the data are prepared\n  1e+06 tokens: " in ended.stdout
+    assert (
+        "64 samples of 128 tokens per step (the largest batch, of which memory, traffic and step time are), 16 microbatches on "
+        "each rank\n" in ended.stdout
+    )
     assert ended.stdout.count("price") == 1 and " steps (" not in ended.stdout
     assert json.loads(plan(*flags, "--json").stdout)["run_s"] is None
 

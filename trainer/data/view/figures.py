@@ -61,8 +61,8 @@ def split_figures(
         sets: evaluation.datasets.
         stores: Name of each dataset, as all_dataset_configs yields it, -> its store.
         training: Length of the samples, and number of samples per step.
-        phases: Phases of the mixture of datasets. Steps per epoch are those of the first, with
-            the first batch size. Empty: the samples do not exist yet.
+        phases: Phases of the mixture of datasets. Steps per epoch are those of the first, with the first batch size. Empty: the
+            samples do not exist yet.
         evaluates: Whether the run evaluates. See open_splits.
     """
     found = []
