@@ -219,7 +219,7 @@ def test_the_planned_memory_of_all_ranks_of_a_node_must_be_free(monkeypatch, cap
     memory, time = capsys.readouterr().out.splitlines()
     assert memory == "memory        1.00 GiB at the peak of a rank (planned); 1.50 GiB of this node are free"
     assert time.startswith(
-        "time          1m00s for 30 steps, 100 tokens/s (planned from typical rates of a CPU; small "
+        "time          0m50s for 30 steps, 100 tokens/s (planned from typical rates of a CPU; small "
     )
 
 
