@@ -141,6 +141,7 @@ FOREIGN: Mapping[str, Foreign] = {
     "adam_epsilon": Foreign("Ha", "optimizer.eps"),
     "adam_eps": Foreign("M", "optimizer.eps"),
     "wd": Foreign("", "optimizer.weight_decay"),
+    "z_loss_multiplier": Foreign("", "training.z_loss"),
     "cautious_wd": Foreign("", "optimizer.cautious_decay"),
     "cautious_weight_decay": Foreign("", "optimizer.cautious_decay"),
     "early_step_in_backward": Foreign("T", "optimizer.in_backward"),
