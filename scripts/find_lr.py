@@ -36,6 +36,7 @@ from trainer.config import (
     EvaluationConfig,
     LrScheduleConfig,
     MetricsConfig,
+    OptimizerConfig,
     ProfilingConfig,
     SamplesConfig,
 )
@@ -152,6 +153,12 @@ def suggest(curve: Curve, stopped_by: str) -> Suggestion:
 # ---------------------------------------------------------------- the run
 
 
+def with_lr(optimizer: OptimizerConfig, lr: float) -> OptimizerConfig:
+    """Return the settings with another rate. That of Muon's matrices, if it is a rate of its own, keeps its ratio."""
+    muon_lr = None if optimizer.muon_lr is None else optimizer.muon_lr * lr / optimizer.lr
+    return replace(optimizer, lr=lr, muon_lr=muon_lr)
+
+
 def settings_of_test(config: Config, min_lr: float, max_lr: float, steps: int) -> Config:
     """Return the settings of the range test. What does not change the losses, such as evaluations, is switched off."""
     checkpoint = replace(
@@ -167,7 +174,7 @@ def settings_of_test(config: Config, min_lr: float, max_lr: float, steps: int) -
         config,
         run=replace(config.run, name=f"{config.run.name}-find-lr"),
         training=replace(config.training, steps=steps, epochs=None, batch_schedule={}),
-        optimizer=replace(config.optimizer, lr=max_lr),
+        optimizer=with_lr(config.optimizer, max_lr),
         lr_schedule=LrScheduleConfig(name="range_test", min_lr_ratio=min_lr / max_lr),
         checkpoint=checkpoint,
         evaluation=EvaluationConfig(),

@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -89,6 +90,11 @@ def test_the_best_checkpoint_is_saved_and_kept(ranks, two_datasets, tmp_path):
     best = min(losses, key=losses.get)
     assert best < 15
     assert sorted(step_of(path) for path in latest_per_step(folder / "checkpoints")) == [best, 15]
+
+
+def test_losses_of_averages_are_not_compared_with_losses_of_weights():
+    config = EvaluationConfig(keep_best_on="other")
+    assert BestTracker(config, "a").identity != BestTracker(replace(config, averaged=True), "a").identity
 
 
 @pytest.mark.parametrize(("data", "steps", "best"), [("a", [10, 20], 10), ("b", [10, 20], 0), ("a", [20], 0)])

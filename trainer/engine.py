@@ -17,12 +17,12 @@ from trainer.objective.cross_entropy import CrossEntropy, CrossEntropyWithZLoss
 from trainer.objective.objective import Objective, require_complete
 from trainer.objective.preference import Preference
 from trainer.optim.average import WeightAverage
-from trainer.optim.optimizer import build_optimizer
+from trainer.optim.optimizer import Optimizer, build_optimizer
 from trainer.optim.quantization import require_shard_independent_blocks
 from trainer.parallel.attention import AttentionBackend
 from trainer.parallel.balance import Load, apply_balance
 from trainer.parallel.context import shard_sequence
-from trainer.parallel.fsdp import start_microbatch
+from trainer.parallel.fsdp import reshard_all, start_microbatch
 from trainer.parallel.init_weights import allocate, initialize
 from trainer.parallel.mesh import Meshes
 from trainer.parallel.parallelize import parallelize
@@ -140,20 +140,9 @@ class Engine:
             blocks = [part.get_submodule(resolved.plan.blocks_path) for part in model_parts.values()]
             self.load = Load(blocks, resolved.sizes, config.experts, device)
         # After the accumulator: the optimizer's hooks of gradients must run after its own.
-        names = [(part, name) for part in model_parts.values() for name, _ in part.named_parameters()]
-        biases = {name for part, name in names if is_bias(part, name)}
-        optimizer = config.optimizer
-        if optimizer.muon_dtype == "auto":
-            optimizer = replace(optimizer, muon_dtype=training.compute_dtype)
-        self.optimizer = build_optimizer(
-            self.parameters,
-            optimizer,
-            resolved.optimizer.groups,
-            resolved.dims.ranks_per_stage,
-            biases,
-            meshes.stage,
-        )
-        self.average = None if optimizer.ema_decay is None else WeightAverage(self.optimizer, optimizer.ema_decay)
+        self.optimizer = self._build_optimizer(resolved, meshes)
+        decay = config.optimizer.ema_decay
+        self.average = None if decay is None else WeightAverage(self.optimizer, decay)
         self.guard = StabilityGuard(config.resilience, self.optimizer.device)
         self.phases = PhaseTimer(device)
         self.batch_group = meshes.data["batch"].get_group()
@@ -179,6 +168,15 @@ class Engine:
             batch_group=self.batch_group,
             loss_group=meshes.loss["loss"].get_group(),
         )
+
+    def _build_optimizer(self, resolved: ResolvedRun, meshes: Meshes) -> Optimizer:
+        names = [(part, name) for part in self.model_parts.values() for name, _ in part.named_parameters()]
+        biases = {name for part, name in names if is_bias(part, name)}
+        config = self.config.optimizer
+        if config.muon_dtype == "auto":
+            config = replace(config, muon_dtype=self.config.training.compute_dtype)
+        groups, ranks = resolved.optimizer.groups, resolved.dims.ranks_per_stage
+        return build_optimizer(self.parameters, config, groups, ranks, biases, meshes.stage)
 
     def initialize(self, loaded: Collection[str]) -> None:
         """Set the initial values of all weights except those in `loaded`, whose values are loaded afterwards."""
@@ -228,7 +226,11 @@ class Engine:
 
     def evaluated_weights(self) -> AbstractContextManager[None]:
         """Context manager in which the model has the weights to evaluate: the averages, if [evaluation] averaged says so."""
-        return self.average.in_use(self.model_parts.values()) if self.config.evaluation.averaged else nullcontext()
+        return self.average.in_use(self._reshard) if self.config.evaluation.averaged else nullcontext()
+
+    def _reshard(self) -> None:
+        for part in self.model_parts.values():
+            reshard_all(part)
 
     @property
     def host_tensors(self) -> list[Tensor]:

@@ -202,6 +202,8 @@ def _reference_hash(config: Config, resolved: ResolvedRun, weights_digest: str, 
     the initial adapter, or ""."""
     lora, checkpoint, training = config.lora, config.checkpoint, config.training
     changes = [checkpoint.init_exclude, checkpoint.resize_embeddings, checkpoint.init_exclude and config.run.seed]
+    if checkpoint.init_exclude and config.optimizer.base_width:  # the excluded parameters are drawn
+        changes.append(config.optimizer.base_width)
     adapted = adapter and [adapter, lora.scale, lora.dtype]
     precision = [training.compute_dtype, training.parameter_dtype]
     if lora.train_fully:

@@ -13,7 +13,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -44,10 +44,14 @@ class Result:
     """Duration of a step: median of the records."""
     update_s: float
     """Duration of the optimizer's part of a step, likewise."""
+    diverged: bool = False
+    """Whether the run has ended early, with losses that are not finite."""
 
     @property
     def final_loss(self) -> float:
-        """Mean training loss of the last tenth of the recorded steps."""
+        """Mean training loss of the last tenth of the recorded steps; infinite if the run has diverged."""
+        if self.diverged:
+            return float("inf")
         return statistics.fmean(self.loss.values[-max(1, len(self.loss.values) // 10) :])
 
 
@@ -64,18 +68,23 @@ def read_result(folder: Path, values: tuple[str, ...]) -> Result:
 
 def parse_vary(text: str) -> tuple[str, list[str]]:
     """Return the setting and the values of an option such as optimizer.lr=1e-3,2e-3. Raises ConfigError."""
-    name, equals, values = text.partition("=")
-    if "." not in name or not equals or "" in values.split(","):
+    name, equals, listed = text.partition("=")
+    values = listed.split(",")
+    if "." not in name or not equals or "" in values:
         raise ConfigError("", f"--vary {text}: expected section.key=VALUE,VALUE")
-    return name, values.split(",")
+    if len({*values}) < len(values):
+        raise ConfigError("", f"--vary {text}: names a value twice")
+    return name, values
 
 
-def train(argv: Sequence[str]) -> None:
-    """Train, or continue, until the last step. If the run fails, exit with its code."""
+def train(argv: Sequence[str]) -> bool:
+    """Train, or continue, until the last step. Return whether the run has ended well, not with losses that are not finite. If it
+    fails otherwise, exit with its code."""
     command = [str(ROOT / "run_llama_train.sh"), *argv]
     code = subprocess.run(command, env=os.environ | {"PYTHON": sys.executable}, preexec_fn=die_with_parent).returncode
-    if code:
+    if code not in (0, 1):
         sys.exit(code)  # the run has printed the reason
+    return not code
 
 
 def draw(path: Path, results: Sequence[Result]) -> None:
@@ -96,7 +105,11 @@ def main() -> None:
     parser.add_argument("--vary", action="append", required=True, metavar="section.key=VALUE,VALUE", help=text)
     parser.add_argument("--plot", type=file_to_write, metavar="FILE", help="picture of the losses: .png, .svg or .pdf")
     args, argv = parser.parse_known_args()
-    varied = dict(map(parse_vary, args.vary))
+    varied: dict[str, list[str]] = {}
+    for name, values in map(parse_vary, args.vary):
+        if name in varied:
+            raise ConfigError("", f"--vary {name}: is given twice")
+        varied[name] = values
     base = config_from_command_line(argv)
     runs = []
     for values in itertools.product(*varied.values()):
@@ -105,8 +118,9 @@ def main() -> None:
         runs.append((values, config_from_command_line(of_run), of_run))  # all are checked before the first one starts
     results = []
     for values, config, of_run in runs:
-        train(of_run)
-        results.append(read_result(config.run.folder, values))
+        ended_well = train(of_run)
+        result = read_result(config.run.folder, values)
+        results.append(result if ended_well else replace(result, held_out=float("nan"), diverged=True))
     width = max(len(name) for name in varied) + 2
     table = Table(
         **{name.replace(".", "_"): f"<{width}" for name in varied}, loss=">8", held_out=">9", step=">9", update=">9"

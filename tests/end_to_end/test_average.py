@@ -97,7 +97,7 @@ def test_a_run_without_averages_cannot_begin_them_but_one_may_end_them(ranks, ti
         )
     ]
     assert line == 'setting changed since the checkpoint: optimizer.ema_decay 0.9 -> "none"'
-    argv = [*tiny, *AVERAGED, *in_folder(tmp_path / "with"), "--training.steps", "5"]
+    argv = [*tiny, *AVERAGED, *EVALUATED, *in_folder(tmp_path / "with"), "--training.steps", "5"]
     (message,) = ranks(1).run(error_line, argv)
     assert message.endswith(
         "average of the weights ([optimizer] ema_decay) was null, is true; set another --run.name for a new run"
@@ -143,5 +143,11 @@ def test_a_checkpoint_without_averages_is_one_line(ranks, tiny, trained, tmp_pat
     exported = trained[0] / "huggingface"
     (line,) = ranks(1).run(error_line, [*tiny, *init, str(exported), *in_folder(tmp_path / "run")])
     assert line.endswith(f"{exported} contains no averaged weights: it is no checkpoint of a run")
+    unused = "has no effect without evaluations or samples: set [evaluation] interval_steps or [samples] prompts"
+    assert error_line([*tiny, *AVERAGED]) == f"--evaluation.averaged true: {unused}"
+    best = ["--evaluation.keep_best_on", "held_out", "--checkpoint.export_huggingface", "true"]
+    best += ["--checkpoint.export_checkpoint", "best"]
+    other = "must be true with export_checkpoint = best, like [evaluation] averaged"
+    assert error_line([*tiny, *AVERAGED, *EVALUATED, *best]).endswith(f"checkpoint.export_averaged: {other}")
     condition = "has an effect only with [optimizer] ema_decay"
     assert error_line([*tiny, "--evaluation.averaged", "true"]) == f"--evaluation.averaged true: {condition}"

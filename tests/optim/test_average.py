@@ -1,5 +1,7 @@
 """The average of the weights: its formula wherever parameters are updated, and evaluations with it."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,6 +12,7 @@ from trainer.config import OptimizerConfig
 from trainer.optim.average import WeightAverage
 from trainer.optim.groups import resolve_groups
 from trainer.optim.optimizer import build_optimizer
+from trainer.parallel.fsdp import reshard_all
 from trainer.runtime.dtensor import to_local
 
 PLACEMENTS = [
@@ -88,7 +91,7 @@ def evaluated(reshard_after_forward):
     before = [to_local(p.detach()).clone() for p in parameters.values()]
     with torch.no_grad():
         outputs.append(model(x))
-        with average.in_use([model]):
+        with average.in_use(partial(reshard_all, model)):
             outputs.append(model(x))
         outputs.append(model(x))
     assert all(torch.equal(to_local(p.detach()), old) for p, old in zip(parameters.values(), before, strict=True))

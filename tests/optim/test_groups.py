@@ -54,6 +54,7 @@ def test_a_shared_parameter_is_in_one_group_and_its_second_name_is_an_error():
         groups_of({"output.*": "lr=0.3"}, *tied)
 
 
+MUON = ["--optimizer.name", "muon"]
 LORA = ["--lora.rank", "4", "--checkpoint.init_from", "."]
 
 
@@ -91,6 +92,35 @@ def test_a_pattern_that_has_no_effect_is_an_error():
         groups_of({"*": "lr=2", "tok_embeddings.*": "lr=0.3"})
 
 
+WITHOUT_EFFECT = {
+    ("*.wo.weight", "lr=0.5 optimizer=adamw", ""): (
+        "optimizer.groups.*.wo.weight: optimizer=adamw has no effect: it updates these parameters anyway"
+    ),
+    ("output.*", "optimizer=adamw", "--optimizer.name muon"): (
+        "optimizer.groups.output.*: optimizer=adamw has no effect: it updates these parameters anyway"
+    ),
+    ("layers.*", "optimizer=adamw", "--optimizer.name muon"): (
+        "optimizer.name: muon has no effect: groups give all of its matrices to adamw"
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WITHOUT_EFFECT)
+def test_a_rule_that_changes_nothing_is_an_error(case):
+    pattern, text, argv = case
+    with pytest.raises(ConfigError) as failure:
+        groups_of({pattern: text}, *argv.split())
+    assert str(failure.value) == WITHOUT_EFFECT[case]
+
+
+def test_memory_is_counted_by_the_rule_of_each_parameter():
+    config = load_config([*DEBUG, *MUON, "--optimizer.ema_decay", "0.9"])
+    optimizer = resolve(config, 1).optimizer
+    shard = torch.empty(10, 4)
+    assert optimizer.state_bytes_of("layers.0.attention.wq.weight", shard) == 40 * (4 + 4)
+    assert optimizer.state_bytes_of("tok_embeddings.weight", shard) == 40 * (8 + 4)
+
+
 def test_a_pattern_of_frozen_parameters_is_an_error():
     with pytest.raises(ConfigError, match=r"matches no trained parameter: tok_embeddings.weight is frozen"):
         groups_of({"tok_embeddings.*": "lr=0.3"}, *LORA)
@@ -105,7 +135,6 @@ def test_cautious_decay_needs_a_parameter_that_decays():
     assert groups_of({"*.wo.weight": "decay=0.1"}, *cautious)[0][2] == 0.1
 
 
-MUON = ["--optimizer.name", "muon"]
 INCOMPATIBLE = {
     "--optimizer.offload state": "muon is incompatible with [optimizer] offload: it needs whole matrices on the device",
     "--parallel.cpu_offload true": "muon is incompatible with [parallel] cpu_offload: it needs whole matrices on the device",

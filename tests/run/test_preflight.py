@@ -93,10 +93,8 @@ def test_too_little_host_memory_is_an_error(ranks, tiny, tmp_path):
 
 def on_a_gpu(argv):
     config = load_config(argv)
-    shard = torch.empty(2**20, device="meta")
-    check_memory(
-        config, resolve(config, 1), [torch.nn.ParameterList([torch.nn.Parameter(shard)])], torch.device("cuda")
-    )
+    part = torch.nn.ModuleDict({"output": torch.nn.Linear(2**10, 2**10, bias=False, device="meta")})
+    check_memory(config, resolve(config, 1), [part], torch.device("cuda"))
 
 
 def test_too_little_device_memory_is_an_error(ranks, tiny):

@@ -9,10 +9,11 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from scripts.find_lr import Curve, draw, read_curve, reason_to_stop, settings_of_test, suggest
+from scripts.find_lr import Curve, draw, read_curve, reason_to_stop, settings_of_test, suggest, with_lr
 from tests.commands import run_script
 from tests.training_runs import checkpoint_of, in_folder, records, train, trainer_from
 from trainer import trainer as trainer_module
+from trainer.config import OptimizerConfig
 from trainer.config.load import load_config
 from trainer.config.render import to_toml
 from trainer.data.sampling.permutation import hash_index
@@ -129,6 +130,12 @@ def test_a_loss_that_is_not_finite_or_far_above_its_start_ends_the_test(tmp_path
     assert reason([]) == reason([5.0] * 20) == ""
     assert reason([5.0, 4.0, None]) == "the loss is not finite"
     assert reason([5.0] * 20 + [12.0] * 5) == "the loss has risen far above its start"
+
+
+def test_muon_keeps_the_ratio_of_its_rate():
+    optimizer = with_lr(OptimizerConfig(name="muon", lr=1e-3, muon_lr=2e-2), 0.1)
+    assert (optimizer.lr, optimizer.muon_lr) == (0.1, pytest.approx(2.0))
+    assert with_lr(OptimizerConfig(), 0.1) == OptimizerConfig(lr=0.1)
 
 
 def test_without_matplotlib_there_is_one_line_instead_of_a_picture(monkeypatch, tmp_path, capsys):

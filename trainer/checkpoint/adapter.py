@@ -36,7 +36,8 @@ class AdapterCheckpoint:
     sizes: Any
     index: Mapping[str, TensorMetadata]
     """Name in the checkpoint -> dtype, shape and files of each trained parameter."""
-    read_slice: Read
+    reader: Read
+    """How they are read."""
     base: Path
     """Folder of the base model at training."""
     base_digest: str
@@ -48,8 +49,17 @@ class AdapterCheckpoint:
 
     @classmethod
     def open(cls, folder: Path, alone: bool = False, averaged: bool = False) -> "AdapterCheckpoint":
-        """Verify the checkpoint, collectively unless only this rank opens it (`alone`). averaged: as in WeightSource.open.
-        Raises CorruptError, or ConfigError if there are no averages."""
+        """Verify the checkpoint, collectively unless only this rank opens it.
+
+        Args:
+            folder: The checkpoint.
+            alone: Whether only this rank opens it.
+            averaged: Whether to read the averaged weights.
+
+        Raises:
+            CorruptError: The checkpoint is damaged, or contains no adapter.
+            ConfigError: It contains no averaged weights.
+        """
         if problem := resume.verify(folder, alone=alone):
             raise CorruptError(problem)
         metadata = ModelMetadata.read(folder)
@@ -78,7 +88,7 @@ class AdapterCheckpoint:
             spec=spec,
             sizes=sizes,
             index=index,
-            read_slice=read,
+            reader=read,
             base=base,
             base_digest=base_digest,
             text_model=text_model,
@@ -93,7 +103,7 @@ class AdapterCheckpoint:
         key, matrix = f"model/{parameter}", int(expert) if expert else None
         stored = self.index[key]
         stop = stored.shape[0 if matrix is None else 1] if stop is None else stop
-        return read_rows(self.folder, key, stored, start, stop, self.read_slice, matrix)
+        return read_rows(self.folder, key, stored, start, stop, self.reader, matrix)
 
     def product(self, name: str, rows: slice, columns: slice) -> Tensor:
         """Return a part of the matrix that the adapter adds, in fp32. name: of a weight, or `parameter@expert` of a stack."""
@@ -169,7 +179,7 @@ class AdapterSource:
         fully = self.adapter.trained.fully
         self.base.load_into({name: p for name, p in parameters.items() if name not in fully})
         own = {f"model/{name}": p for name, p in parameters.items() if name in fully}
-        load_into(self.folder, self.adapter.index, own, self.adapter.read_slice, cast=True, alone=self.base.alone)
+        load_into(self.folder, self.adapter.index, own, self.adapter.reader, cast=True, alone=self.base.alone)
         for name in self.adapter.trained.adapted:
             local, (*experts, rows, columns) = local_region(parameters[name])
             stacked = [(f"{name}@{i}", local[i - own.start]) for own in experts for i in range(own.start, own.stop)]

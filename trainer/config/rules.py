@@ -73,9 +73,6 @@ def _rules(config: Config) -> Iterator[tuple[str, object, str]]:
     # torch 2.13 gathers the wrong shards of a unit that backward did not reach, in the next microbatch.
     message = "must not be a number of ranks with [lora] rank, because frozen units have no backward"
     yield "parallel.reshard_after_forward", isinstance(reshard, int) and config.lora.rank, message
-    nothing_held_out = not data.held_out_fraction and not config.evaluation.datasets
-    message = "needs held-out documents, but [data] held_out_fraction is 0; without evaluation, set interval_steps = 0"
-    yield "evaluation.interval_steps", config.evaluation.interval_steps and nothing_held_out, message
     has_steps = "training.steps" in config.origins or training.steps != settings()["training.steps"].default
     message = f"replaces [training] steps, but steps = {training.steps} is set too; remove one of them"
     yield "training.epochs", training.epochs is not None and has_steps, message
@@ -85,9 +82,7 @@ def _rules(config: Config) -> Iterator[tuple[str, object, str]]:
     yield "checkpoint.init_exclude", config.lora.rank and config.checkpoint.init_exclude, message
     message = "cannot be combined with [lora] rank; scripts/convert_hf.py to-hf --averaged writes a base model"
     yield "checkpoint.init_averaged", config.lora.rank and config.checkpoint.init_averaged, message
-    message = "best needs [evaluation] keep_best_on and interval_steps, which choose the best checkpoint"
-    yield "checkpoint.export_checkpoint", _wants_best(config.checkpoint.export_checkpoint, config), message
-    yield "checkpoint.load_step", _wants_best(config.checkpoint.load_step, config), message
+    yield from _evaluation_rules(config)
     rolls_back = config.resilience.on_loss_spike == "rollback" and not config.checkpoint.enabled
     yield "resilience.on_loss_spike", rolls_back, "rollback needs [checkpoint] enabled = true"
     sinks = set(config.metrics.sinks)
@@ -101,6 +96,22 @@ def _rules(config: Config) -> Iterator[tuple[str, object, str]]:
     )
     yield "resilience.hang_timeout_s", config.resilience.hang_timeout_s >= limit, message
     yield from _optimizer_rules(config)
+
+
+def _evaluation_rules(config: Config) -> Iterator[tuple[str, object, str]]:
+    data, evaluation, checkpoint = config.data, config.evaluation, config.checkpoint
+    nothing_held_out = not data.held_out_fraction and not config.evaluation.datasets
+    message = "needs held-out documents, but [data] held_out_fraction is 0; without evaluation, set interval_steps = 0"
+    yield "evaluation.interval_steps", config.evaluation.interval_steps and nothing_held_out, message
+    message = "best needs [evaluation] keep_best_on and interval_steps, which choose the best checkpoint"
+    yield "checkpoint.export_checkpoint", _wants_best(config.checkpoint.export_checkpoint, config), message
+    yield "checkpoint.load_step", _wants_best(config.checkpoint.load_step, config), message
+    is_of_evaluated = checkpoint.export_checkpoint != "best" or checkpoint.export_averaged == evaluation.averaged
+    message = f"must be {str(evaluation.averaged).lower()} with export_checkpoint = best, like [evaluation] averaged"
+    yield "checkpoint.export_averaged", not is_of_evaluated, message
+    is_used = evaluation.interval_steps or config.samples.prompts
+    message = "has no effect without evaluations or samples: set [evaluation] interval_steps or [samples] prompts"
+    yield "evaluation.averaged", evaluation.averaged and not is_used, message
 
 
 def _batch_rules(training: TrainingConfig) -> Iterator[tuple[str, object, str]]:

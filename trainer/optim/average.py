@@ -1,11 +1,10 @@
 """Exponential moving average of the weights (Polyak & Juditsky 1992, "Acceleration of stochastic approximation by averaging")."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch import Tensor
 
 from trainer.optim.optimizer import Optimizer
 from trainer.runtime.dtensor import sharded_like, to_local
@@ -43,22 +42,20 @@ class WeightAverage:
             average.lerp_(self.targets[p].float(), weight)
 
     @contextmanager
-    def in_use(self, model_parts: Iterable[nn.Module]) -> Iterator[None]:
-        """Context manager in which the parameters have the averages as their values. It keeps a copy of the parameters, which
-        takes the memory of their gradients. model_parts: contain the parameters."""
-        units = [module for part in model_parts for module in part.modules() if isinstance(module, FSDPModule)]
+    def in_use(self, reshard: Callable[[], None]) -> Iterator[None]:
+        """Context manager in which the parameters have the averages as their values. It keeps a copy of the parameters, as large
+        as their gradients, which do not exist then. reshard: frees gathered parameters, which would keep the values before."""
         originals = {p: to_local(p.detach()).clone() for p in self.names}
         try:
-            self._replace(self.averages, units)
+            self._replace(self.averages, reshard)
             yield
         finally:
-            self._replace(originals, units)
+            self._replace(originals, reshard)
 
-    def _replace(self, values: dict[Tensor, Tensor], units: Iterable[FSDPModule]) -> None:
+    def _replace(self, values: Mapping[Tensor, Tensor], reshard: Callable[[], None]) -> None:
         for p, value in values.items():
             to_local(p.detach()).copy_(value)
-        for unit in units:  # a unit that stays gathered after forward would keep the values before
-            unit.reshard()
+        reshard()
 
     def state(self) -> dict[str, Tensor]:
         """Return name -> tensor to save, not a copy."""

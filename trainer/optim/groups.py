@@ -1,6 +1,6 @@
 """Parameter groups: the rule that updates each parameter, its learning rate and its weight decay."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -53,9 +53,9 @@ def resolve_groups(
     """Return the groups of the trained parameters: each parameter is in one, and none is empty.
 
     The first matching pattern of [optimizer] groups gives a parameter its options. Matrices that no pattern gives a decay have
-    that of the setting; norms and biases have none. Muon updates the matrices that it may
-    update, unless a pattern says otherwise; AdamW updates all other parameters. Where a rate follows the width of the model, the
-    decay does so inversely: a step's decay is the product of both.
+    that of the setting; norms and biases have none. Muon updates the matrices that it may update, unless a pattern says
+    otherwise; AdamW updates all other parameters. Where a rate follows the width of the model, the decay does so inversely: a
+    step's decay is the product of both.
 
     Args:
         config: Settings of the optimizer.
@@ -67,7 +67,7 @@ def resolve_groups(
         width_ratio: Width at which rates were tuned, divided by that of the model.
 
     Raises:
-        ConfigError: Options are wrong, a pattern selects no parameter, or cautious decay no parameter that decays.
+        ConfigError: Options are wrong or have no effect, or a pattern selects no parameter.
     """
     options = {pattern: _options(config, pattern, text) for pattern, text in config.groups.items()}
     chosen = {name: next((p for p in options if fnmatchcase(name, p)), "") for name in trained}
@@ -86,8 +86,7 @@ def resolve_groups(
         width = width_ratio ** RULES[rule].width_powers(config).get(kinds.get(name, ""), 0.0)
         key = chosen[name], rule, lr * width, width, decay / width
         members.setdefault(key, []).append(name)
-    if config.cautious_decay and not any(decay for *_, decay in members):
-        raise ConfigError("optimizer.cautious_decay", "has no effect: the weight decay of every trained parameter is 0")
+    _require_effects(config, options, chosen, matrices, members)
     order = [*options, ""]
     return tuple(
         Group(
@@ -103,6 +102,33 @@ def resolve_groups(
             members.items(), key=lambda item: order.index(item[0][0])
         )
     )
+
+
+def _require_effects(
+    config: OptimizerConfig,
+    options: Mapping[str, Mapping],
+    chosen: Mapping[str, str],
+    matrices: Collection[str],
+    members: Iterable[tuple[str, str, float, float, float]],
+) -> None:
+    """Raise ConfigError if a setting or an option has no effect.
+
+    Args:
+        config: See resolve_groups.
+        options: Pattern -> its options.
+        chosen: Name of each trained parameter -> the pattern that selects it.
+        matrices: See resolve_groups.
+        members: Pattern, rule, rate, factor of the width and decay of each group.
+    """
+    if config.cautious_decay and not any(decay for *_, decay in members):
+        raise ConfigError("optimizer.cautious_decay", "has no effect: the weight decay of every trained parameter is 0")
+    for pattern, given in options.items():
+        defaults = {config.name if name in matrices else "adamw" for name, own in chosen.items() if own == pattern}
+        if given.get("optimizer") is not None and defaults == {given["optimizer"]}:
+            message = f"optimizer={given['optimizer']} has no effect: it updates these parameters anyway"
+            raise ConfigError(f"optimizer.groups.{pattern}", message)
+    if config.name == "muon" and not any(rule == "muon" for _, rule, *_ in members):
+        raise ConfigError("optimizer.name", "muon has no effect: groups give all of its matrices to adamw")
 
 
 def _require_effect(pattern: str, chosen: Mapping[str, str], others: Mapping[str, str]) -> None:

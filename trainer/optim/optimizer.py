@@ -126,10 +126,10 @@ class Optimizer:
 
     @torch.no_grad()
     def _hand_over_gradient(self, p: Tensor) -> None:
-        """Give the target of p its gradient."""
+        """Give the target of p its gradient. p has none afterwards, so that the update can free it."""
         target = self.targets[p]
         target.data = to_local(p)  # FSDP may move a shard before the first forward
-        target.grad = to_local(p.grad)
+        target.grad, p.grad = to_local(p.grad), None
 
     def state(self) -> dict[str, Tensor]:
         """Return "<parameter>/<quantity>" -> state tensor, not a copy. Hyperparameters are omitted, because they are settings."""

@@ -94,6 +94,7 @@ def _draw(
     """Return the initial values of one group of rows of a full matrix or vector, as an fp32 tensor on the CPU.
 
     Args:
+        width_ratio: See `initialize`.
         path: Of the matrix, with the seed of the run.
         group: Index of the rows.
     """

@@ -33,7 +33,12 @@ def checkpoint_bytes(config: Config, resolved: ResolvedRun) -> int:
 
 
 def minimum_memory(
-    config: Config, resolved: ResolvedRun, count: int, frozen: int = 0, experts: int = 0
+    config: Config,
+    resolved: ResolvedRun,
+    count: int,
+    frozen: int = 0,
+    experts: int = 0,
+    state_bytes: float | None = None,
 ) -> tuple[int, int]:
     """Return the bytes of device memory and the bytes of host memory that a rank needs. Only parameters, gradients and optimizer
     state are counted.
@@ -42,10 +47,12 @@ def minimum_memory(
         count: Number of trained parameters of the rank.
         frozen: Number of its frozen parameters.
         experts: Number of the trained parameters of experts among `count`.
+        state_bytes: Bytes of optimizer state and averaged weights of the rank. None: in proportion to `count`.
     """
     frozen *= DTYPES[config.training.parameter_dtype].itemsize
     optimizer, parallel, dims = config.optimizer, config.parallel, resolved.dims
-    parameter, state = DTYPES[config.trained_dtype].itemsize, resolved.optimizer.state_bytes
+    parameter = DTYPES[config.trained_dtype].itemsize
+    state = count * resolved.optimizer.state_bytes if state_bytes is None else state_bytes
     gradients = 0 if optimizer.frees_gradients else count * parameter
     accumulated = 0
     if resolved.grad_accum > 1 and not config.training.reduce_every_microbatch:
@@ -54,23 +61,25 @@ def minimum_memory(
         width = DTYPES[parallel.reduce_dtype].itemsize if sharded else 4 * (resolved.grad_accum > 2)
         accumulated = ((count - experts) * dims.fsdp + experts * dims.efsdp) * width
     if parallel.cpu_offload:
-        return accumulated, frozen + int(count * (2 * parameter + state))
+        return accumulated, frozen + int(count * 2 * parameter + state)
     if optimizer.offload == "none":
-        return frozen + int(count * (parameter + state)) + max(gradients, accumulated), 0
+        return frozen + int(count * parameter + state) + max(gradients, accumulated), 0
     copy = parameter if parameter < 4 else 0
     # The host holds an fp32 copy, the gradient, the state and a copy of the parameter.
-    on_host = int(count * (4 + parameter + state + copy))
+    on_host = int(count * (4 + parameter + copy) + state)
     return frozen + count * parameter + max(gradients, accumulated), on_host
 
 
 def check_memory(config: Config, resolved: ResolvedRun, model_parts: Iterable[nn.Module], device: torch.device) -> None:
     """Raise ConfigError on all ranks if a rank has too little memory. model_parts: this rank's stages, on the meta device."""
-    counts, experts = Counter[bool](), 0
+    counts, experts, state_bytes = Counter[bool](), 0, 0.0
     for part in model_parts:
         for name, p in part.named_parameters():
             counts[p.requires_grad] += to_local(p).numel()
-            experts += to_local(p).numel() * (p.requires_grad and is_stack(part, name))
-    on_device, on_host = minimum_memory(config, resolved, counts[True], counts[False], experts)
+            if p.requires_grad:
+                experts += to_local(p).numel() * is_stack(part, name)
+                state_bytes += resolved.optimizer.state_bytes_of(name, to_local(p))
+    on_device, on_host = minimum_memory(config, resolved, counts[True], counts[False], experts, state_bytes)
     if device.type == "cpu":
         on_device, on_host = 0, on_device + on_host
     of_ranks = all_gather_objects((node_id(), on_host, memory_available(), on_device, devices.memory_free(device)))

@@ -1,6 +1,6 @@
 """Resolution of the optimizer's settings for a model: groups, width transfer, the bytes of the state."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from trainer.config import ConfigError, OptimizerConfig
 from trainer.optim import quantization
 from trainer.optim.groups import Group, resolve_groups
 from trainer.optim.rules import RULES
+from trainer.system.files import digest, short_digest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +25,9 @@ class ResolvedOptimizer:
     width_ratio: float
     """Width at which rates were tuned, divided by that of the model."""
     state_bytes: float
-    """Bytes of optimizer state and averaged weights per trained value: the mean."""
+    """Bytes of optimizer state and averaged weights per trained value: the mean of the complete model."""
+    state_bytes_of: Callable[[str, Tensor], float]
+    """Function (name of a parameter, itself or a shard of it) -> bytes of its state and its average."""
     fp32_moments: str
     """Part of the matrices to which 8-bit moments do not apply, and why. "": none."""
     fingerprint: Mapping[str, Any]
@@ -56,8 +59,11 @@ def resolve_optimizer(
     others = _untrained(model, trained)
     groups = resolve_groups(config, tensors, biases, muon_matrices, others, kinds, width_ratio)
     rules = {n: RULES[group.rule] for group in groups for n in group.names}
-    state_bytes = sum(rules[n].state_bytes(p, n in biases, config) for n, p in tensors.items())
     average_bytes = 0 if config.ema_decay is None else 4
+
+    def state_bytes_of(name: str, p: Tensor) -> float:
+        return rules[name].state_bytes(p, name in biases, config) + average_bytes * p.numel()
+
     fp32_moments = ""
     if config.state_dtype == "8bit":
         matrices = {n: p for n, p in tensors.items() if p.dim() >= 2 and n not in biases}
@@ -65,7 +71,8 @@ def resolve_optimizer(
     return ResolvedOptimizer(
         groups=groups,
         width_ratio=width_ratio,
-        state_bytes=state_bytes / num_trained + average_bytes,
+        state_bytes=sum(state_bytes_of(n, p) for n, p in tensors.items()) / num_trained,
+        state_bytes_of=state_bytes_of,
         fp32_moments=fp32_moments,
         fingerprint=_fingerprint(config, groups, muon_matrices),
     )
@@ -79,7 +86,8 @@ def _fingerprint(config: OptimizerConfig, groups: Collection[Group], muon_matric
     if config.name == "muon":
         given = [name for group in groups if group.rule == "adamw" for name in group.names if name in muon_matrices]
         key = "number of matrices that [optimizer] groups gives to adamw"
-        fingerprint[key] = f"{len(given)}, such as {given[0]}" if given else "0"
+        names = short_digest(digest(" ".join(sorted(given)).encode()))
+        fingerprint[key] = f"{len(given)}, such as {given[0]} ({names})" if given else "0"
     return fingerprint
 
 

@@ -285,7 +285,8 @@ def width_transfer(config: Config, resolved: ResolvedRun) -> str:
     """Return a line about the initial values, which follow the width of the model as the rates of the groups do."""
     line = f"width: dim {resolved.sizes.dim}, rates tuned at {config.optimizer.base_width}"
     if config.checkpoint.init_from:
-        return f"{line}; loaded weights keep their values"
+        excluded = "; those of init_exclude follow the width" if config.checkpoint.init_exclude else ""
+        return f"{line}; loaded weights keep their values{excluded}"
     model = meta_model(resolved.spec.model, resolved.sizes)
     factors: dict[float, list[str]] = {}
     for name, _ in model.named_parameters():

@@ -122,12 +122,14 @@ def measure(argv: Sequence[str], repeats: int) -> Counter[str]:
     the step with the lowest peak. Experts get equally many rows, as the planner assumes. Every rank must call this."""
     engine, step = build_step(load_config(argv))
 
-    def label_sum(parameter: Tensor) -> None:
+    def label_gradients(parameter: Tensor) -> None:
         if parameter in engine.gradient_sums:
             _label(engine.gradient_sums[parameter], "gradients")
+        if parameter.grad is not None:
+            _label(parameter.grad, "gradients")
 
     for parameter in engine.optimizer.names:
-        parameter.register_post_accumulate_grad_hook(label_sum)
+        parameter.register_post_accumulate_grad_hook(label_gradients)
     recorded_backward = record_function(BACKWARD)(torch.autograd._engine_run_backward)
     # One profile for all steps: on a busy machine, ranks with several profiles sometimes die (torch 2.13).
     with (
@@ -148,8 +150,6 @@ def measure(argv: Sequence[str], repeats: int) -> Counter[str]:
                 step()
                 for parameter in engine.parameters.values():
                     _label(parameter, "parameters")
-                    if parameter.grad is not None:
-                        _label(parameter.grad, "gradients")
                 for tensor in (*engine.optimizer_tensors().values(), *engine.host_tensors):
                     _label(tensor, "optimizer")
             engine.optimizer.start_step(1e-4)

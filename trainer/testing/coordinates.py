@@ -98,6 +98,7 @@ def settings_of_runs(config: Config, widths: Sequence[int], steps: int, folder: 
         steps=steps,
         epochs=None,
         global_batch_size=config.training.local_batch_size,
+        batch_schedule={},
         compute_dtype="fp32",
         parameter_dtype="fp32",
     )

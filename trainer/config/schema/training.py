@@ -82,7 +82,7 @@ class OptimizerConfig:
     """Peak learning rate."""
     groups: Annotated[Mapping[str, str], Constraint(free_keys=True)] = field(default_factory=dict)
     """Options of parameters by pattern of their names (docs/optimizers.md); the first matching pattern counts:
-    { "tok_embeddings.*" = "lr=0.3 decay=0", "*.lora_b" = "lr=16" }. "lr" is a factor of the learning rate, "decay" replaces
+    { "tok_embeddings.*" = "lr=0.3 decay=0", "*lora_b" = "lr=16" }. "lr" is a factor of the learning rate, "decay" replaces
     weight_decay, "optimizer" replaces name."""
     base_width: Annotated[int | None, Constraint(min=1, max=2**24, fixed_on_resume=True)] = None
     """Width (`dim`) of the model for which lr and weight_decay were tuned. Initial values and rates then follow the width of this

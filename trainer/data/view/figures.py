@@ -77,7 +77,7 @@ def split_figures(
             values = _of_store(tokens)
             if phases:
                 values |= _of_samples(stores[name], split + splits.suffix, config, training.seq_len, values["tokens"])
-            if quota and is_trained:
+            if quota and is_trained and not training.batch_schedule:
                 values["steps_per_epoch"] = values["samples"] * PERIOD / quota / training.global_batch_size
             refused = read_description(stores[name])["bad_documents"] if split == "train" else None
             found.append(SplitFigures(name=prefix + label, refused=refused, **values))
