@@ -28,8 +28,7 @@ def main(monkeypatch, *argv):
 
 
 def test_a_layout_passes_and_the_injected_error_is_caught(monkeypatch, tiny, capsys):
-    layouts = ["--layout", "tp=2", "--layout", "dp_shard=2 training.compute_dtype=bf16"]
-    assert main(monkeypatch, *tiny, *layouts, "--optimizer.base_width", "8") == 0
+    assert main(monkeypatch, *tiny, "--layout", "tp=2", "--layout", "dp_shard=2 training.compute_dtype=bf16") == 0
     header, tp, bf16, *lines, summary = capsys.readouterr().out.splitlines()
     assert header.split() == ["layout", "ranks", "micro", "loss", "grad", "norm", "gradient", "time"]
     assert tp.startswith("tp=2 ") and tp.endswith("pass")
