@@ -23,7 +23,7 @@ from trainer import dry_run
 from trainer.config import Config, ConfigError, ModelConfig, SamplesConfig, TrainingConfig
 from trainer.config.load import load_config
 from trainer.data import trial
-from trainer.planning.estimate import Hardware, RunEstimate, estimate, this_machine
+from trainer.planning.estimate import Hardware, estimate, this_machine
 from trainer.planning.report import format_bytes, margin_text
 from trainer.run.resolve import resolve
 from trainer.run.run_folder import resume_point
@@ -208,10 +208,9 @@ def test_a_dry_run_of_two_ranks_is_one_process_that_writes_nothing(tiny, tmp_pat
 @pytest.mark.parametrize(("ranks_per_node", "fits"), [(1, True), (2, False)])
 def test_the_planned_memory_of_all_ranks_of_a_node_must_be_free(monkeypatch, capsys, ranks_per_node, fits):
     monkeypatch.setattr(dry_run, "memory_available", lambda: 1.5 * 2**30)
-    largest, slowest = SimpleNamespace(peak=2**30), SimpleNamespace(total_s=2.0)
-    config = Config(training=TrainingConfig(steps=40, global_batch_size=8, batch_schedule={"20": 16}))
-    plan = RunEstimate(config, None, [], None)
-    vars(plan).update(fits=True, is_tight=False, largest=largest, slowest=slowest, tokens_per_second=100.0)
+    config, largest = Config(training=TrainingConfig(steps=40)), SimpleNamespace(peak=2**30)
+    plan = SimpleNamespace(config=config, fits=True, is_tight=False, largest=largest, tokens_per_second=100.0)
+    plan.seconds_after = lambda done: 2.0 * (40 - done)
     assert dry_run._report_plan(plan, ranks_per_node, torch.device("cpu"), 10, is_rate_known=True) is fits
     memory, time = capsys.readouterr().out.splitlines()
     assert memory == "memory        1.00 GiB at the peak of a rank (planned); 1.50 GiB of this node are free"
