@@ -23,7 +23,7 @@ from trainer import dry_run
 from trainer.config import Config, ConfigError, ModelConfig, SamplesConfig, TrainingConfig
 from trainer.config.load import load_config
 from trainer.data import trial
-from trainer.planning.estimate import Hardware, RunEstimate, estimate, this_machine
+from trainer.planning.estimate import Hardware, estimate, this_machine
 from trainer.planning.report import format_bytes, margin_text
 from trainer.run.resolve import resolve
 from trainer.run.run_folder import resume_point
