@@ -208,18 +208,14 @@ def test_a_dry_run_of_two_ranks_is_one_process_that_writes_nothing(tiny, tmp_pat
 @pytest.mark.parametrize(("ranks_per_node", "fits"), [(1, True), (2, False)])
 def test_the_planned_memory_of_all_ranks_of_a_node_must_be_free(monkeypatch, capsys, ranks_per_node, fits):
     monkeypatch.setattr(dry_run, "memory_available", lambda: 1.5 * 2**30)
-    config = Config(training=TrainingConfig(steps=40, global_batch_size=8, batch_schedule={"20": 16}))
-
-    class Plan(RunEstimate):
-        fits, is_tight, tokens_per_second = True, False, 100.0
-        largest, slowest = SimpleNamespace(peak=2**30), SimpleNamespace(total_s=2.0)
-
-    plan = Plan(config, None, [], None)
+    config, largest = Config(training=TrainingConfig(steps=40)), SimpleNamespace(peak=2**30)
+    plan = SimpleNamespace(config=config, fits=True, is_tight=False, largest=largest, tokens_per_second=100.0)
+    plan.seconds_after = lambda done: 2.0 * (40 - done)
     assert dry_run._report_plan(plan, ranks_per_node, torch.device("cpu"), 10, is_rate_known=True) is fits
     memory, time = capsys.readouterr().out.splitlines()
     assert memory == "memory        1.00 GiB at the peak of a rank (planned); 1.50 GiB of this node are free"
     assert time.startswith(
-        "time          0m50s for 30 steps, 100 tokens/s (planned from typical rates of a CPU; small "
+        "time          1m00s for 30 steps, 100 tokens/s (planned from typical rates of a CPU; small "
     )
 
 

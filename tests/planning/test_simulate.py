@@ -21,7 +21,9 @@ from trainer.config.load import load_config
 from trainer.objective.cross_entropy import CrossEntropyHead
 from trainer.planning.patches import bound_loss_chunks
 from trainer.planning.recorder import Recorder
+from trainer.planning.roofline import wire_bytes
 from trainer.planning.simulate import Simulation, simulate
+from trainer.run.resolve import resolve
 from trainer.testing.allocations import measure
 
 TWO_BLOCKS = [
@@ -47,6 +49,7 @@ def planned(size, *flags, ranks=(0,), on_gpu=False, model=MODEL, imbalance=0.0):
         (2, ["--training.reduce_every_microbatch", "true", "--activation_checkpoint.mode", "full"]),
         (2, ["--parallel.tp", "2", "--training.compute_dtype", "bf16"]),
         (2, ["--parallel.cp", "2"]),
+        (2, ["--optimizer.name", "muon", "--optimizer.ema_decay", "0.9"]),
         (2, ["--parallel.pp", "2", "--data.document_mask", "true"]),
         (2, ["--model.name", "mixtral", "--parallel.ep", "2"]),
     ],
@@ -155,6 +158,18 @@ def test_products_and_traffic_of_experts_are_those_of_the_formula(imbalance):
     assert plan.traffic[("efsdp", "reduce-scatter")].num_bytes == local * 3 * matrix * 4
     others = sum(p.numel() for n, p in meta_model(*one_layer()).named_parameters() if ".experts." not in n)
     assert plan.traffic[("fsdp", "reduce-scatter")].num_bytes == 4 * others
+
+
+def test_muon_sends_every_matrix_to_its_owner_and_back():
+    """Two ranks hold half of each matrix and own half of them, so each sends a quarter of all values there, and back."""
+    flags = [*EIGHT, "--optimizer.name", "muon"]
+    (plan,) = planned(2, *flags, model=TWO_BLOCKS)
+    config = load_config([*TWO_BLOCKS, *flags])
+    groups = resolve(config, 2).optimizer.groups
+    values = sum(group.num_values for group in groups if group.rule == "muon")
+    exchanged = plan.traffic[("stage", "all-to-all")]
+    assert exchanged.count == 2
+    assert wire_bytes("all-to-all", exchanged.num_bytes, 2) == 2 * 4 * values / 4
 
 
 def one_layer():

@@ -257,7 +257,7 @@ class Recorder(TorchDispatchMode):
             return
         traffic = self.traffic.setdefault((group.group_name, _COLLECTIVES[name]), Traffic())
         traffic.count += self.weight
-        traffic.num_bytes += self.weight * max(t.nbytes for t in (*inputs, *outputs))
+        traffic.num_bytes += self.weight * _full_bytes(args, (*inputs, *outputs), group)
 
     # ------------------------------------------------------------ modules
 
@@ -367,6 +367,26 @@ def _group_of(args: tuple) -> dist.ProcessGroup:
         if isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(argument._type()):
             return dist.ProcessGroup.unbox(argument)
     raise AssertionError("collective without a process group")
+
+
+def _full_bytes(args: tuple, tensors: Sequence[Tensor], group: dist.ProcessGroup) -> float:
+    """Return the size of the full tensors of a collective. For an all-to-all with split sizes: the size of a tensor in equal
+    parts that sends as much to the other ranks.
+
+    Args:
+        args: Of the operator.
+        tensors: Its inputs and outputs.
+        group: Its process group.
+    """
+    ranks = group.size()
+    lists = [a for a in args if isinstance(a, list) and len(a) == ranks and all(isinstance(n, int) for n in a)]
+    exchanged = [
+        t.nbytes * (1 - splits[group.rank()] / sum(splits))
+        for splits in lists
+        for t in tensors
+        if sum(splits) == len(t) > 0
+    ]
+    return max(exchanged) * ranks / (ranks - 1) if exchanged else max(t.nbytes for t in tensors)
 
 
 def _flops(func, args: tuple, kwargs: dict, outputs: list[Tensor]) -> int:
