@@ -168,6 +168,22 @@ def test_every_layout_of_experts_has_the_losses_and_gradients_of_one_rank(
     assert_like_one_rank(ranks, tiny, tmp_path / "run", parity_reference, f"{text} {MIXTURE}", n_layers=4)
 
 
+MUON = "optimizer.name=muon optimizer.lr=0.01"
+MUON_ROWS = [
+    f"cp=2 {MUON}",
+    f"dp_replicate=2 dp_shard=2 {MUON}",
+    f"tp=2 pp=2 {MUON}",
+    f"dp_shard=4 ep=2 {MUON} {MIXTURE}",
+    f"tp=2 ep=2 {MUON} {MIXTURE}",
+    f"dp_shard=2 pp=2 ep=2 {MUON} {MIXTURE}",
+]
+
+
+@pytest.mark.parametrize("text", MUON_ROWS)
+def test_every_layout_with_muon_has_the_losses_and_gradients_of_one_rank(ranks, tiny, tmp_path, parity_reference, text):
+    assert_like_one_rank(ranks, tiny, tmp_path / "run", parity_reference, text, n_layers=4)
+
+
 def test_compiled_experts_have_the_losses_and_gradients_of_one_rank(ranks, tiny, tmp_path, parity_reference):
     text = f"dp_shard=2 ep=2 compile.enabled=true activation_checkpoint.mode=full {MIXTURE}"
     assert_like_one_rank(ranks, tiny, tmp_path / "run", parity_reference, text)
