@@ -24,7 +24,7 @@ from trainer.checkpoint.huggingface import HfModelFolder
 from trainer.checkpoint.storage import read_index, read_rows
 from trainer.checkpoint.weights import WeightSource
 from trainer.checkpoint.write_model import import_folder
-from trainer.config import ConfigError, TokenizerConfig
+from trainer.config import CheckpointConfig, ConfigError, TokenizerConfig
 from trainer.config.load import load_config
 from trainer.data.tokenizer.backends import load_tokenizer
 from trainer.runtime.device import memory_now, memory_peak
@@ -265,11 +265,11 @@ def test_a_run_exports_its_model_at_the_end(ranks, tiny, tmp_path):
     ranks(1).run(train, [*argv, "--training.steps", "6"])
     exported = tmp_path / "run" / "huggingface" / "model.safetensors"
     before = exported.read_bytes()
-    ranks(1).run(export_run, tmp_path / "run", "last", True)
+    ranks(1).run(export_run, tmp_path / "run", CheckpointConfig(), True)
     after = exported.read_bytes()
     assert before != after
     inode = exported.stat().st_ino
-    ranks(1).run(export_run, tmp_path / "run", "last", True)
+    ranks(1).run(export_run, tmp_path / "run", CheckpointConfig(), True)
     assert exported.stat().st_ino == inode
 
 

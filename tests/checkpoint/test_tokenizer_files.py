@@ -19,7 +19,7 @@ from tests.training_runs import checkpoint_of, combine, in_folder, train
 from trainer.checkpoint.export import HfExport, export_run
 from trainer.checkpoint.peft import write_peft
 from trainer.checkpoint.tokenizer_files import exported_tokenizer, without_generation_tags
-from trainer.config import ConfigError, TokenizerConfig
+from trainer.config import CheckpointConfig, ConfigError, TokenizerConfig
 from trainer.data.tokenizer.backends import load_tokenizer
 from trainer.testing.layouts import DEBUG_FAMILIES
 
@@ -291,7 +291,7 @@ def test_trained_merged_and_adapter_folders_have_tokenizer_model_and_a_template_
     argv += ["--training.steps", "1", "--evaluation.interval_steps", "0"]
     full, adapter = tmp_path / "full", tmp_path / "adapter"
     ranks(1).run(train, combine([*argv, *in_folder(full)]))
-    ranks(1).run(export_run, full)
+    ranks(1).run(export_run, full, CheckpointConfig())
     ranks(1).run(train, combine([*argv, *in_folder(adapter), "--checkpoint.init_from", str(full), "--lora.rank", "4"]))
     write_peft(checkpoint_of(adapter), tmp_path / "peft")
     HfExport.open(checkpoint_of(adapter), torch.float32).write(tmp_path / "merged", 2**30, lambda count: None)

@@ -35,7 +35,7 @@ from trainer.checkpoint.export import HfExport, export_run, is_export_of
 from trainer.checkpoint.peft import PeftNames, write_peft
 from trainer.checkpoint.storage import read_index
 from trainer.checkpoint.weights import WeightSource
-from trainer.config import ConfigError
+from trainer.config import CheckpointConfig, ConfigError
 from trainer.config.command_line import run_to_end
 from trainer.config.load import load_config
 from trainer.planning.simulate import simulate
@@ -92,7 +92,7 @@ def bases(ranks, tiny, tmp_path_factory):
         if family not in made:
             argv = [*tiny, *FAMILIES[family], "--model.overrides.n_layers", "4"]
             ranks(1).run(train, [*argv, *in_folder(folder / family), "--training.steps", "2"])
-            ranks(1).run(export_run, folder / family)
+            ranks(1).run(export_run, folder / family, CheckpointConfig())
             made[family] = [*argv, "--checkpoint.init_from", str(folder / family)]
         return made[family]
 

@@ -27,7 +27,7 @@ from tests.training_runs import (
 )
 from trainer.batch import IGNORE_INDEX
 from trainer.checkpoint.export import HfExport, export_run
-from trainer.config import PreferenceConfig
+from trainer.config import CheckpointConfig, PreferenceConfig
 from trainer.config.load import load_config
 from trainer.data.store.store import read_description
 from trainer.data.tokenizer.backends import load_tokenizer
@@ -62,7 +62,7 @@ def base(ranks, tiny, tmp_path_factory):
     folder = tmp_path_factory.mktemp("base")
     argv = [*tiny, "--model.overrides.n_layers", "4"]
     ranks(1).run(train, [*argv, *in_folder(folder / "run"), "--training.steps", "4", "--optimizer.lr", "1e-2"])
-    ranks(1).run(export_run, folder / "run")
+    ranks(1).run(export_run, folder / "run", CheckpointConfig())
     write_pairs(folder / "pairs.jsonl", 80)
     argv += ["--checkpoint.init_from", str(folder / "run"), "--training.seq_len", "64", "--training.steps", "3"]
     argv += ["--data.dataset", "preference", "--data.path", str(folder / "pairs.jsonl"), "--data.packing", "best-fit"]

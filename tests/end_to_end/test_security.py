@@ -24,7 +24,7 @@ from trainer.checkpoint import manifest, resume
 from trainer.checkpoint.export import export_run
 from trainer.checkpoint.manifest import CorruptError, File, Manifest
 from trainer.checkpoint.storage import Chunk, TensorMetadata, read_index, read_regions
-from trainer.config import ConfigError
+from trainer.config import CheckpointConfig, ConfigError
 from trainer.testing.ranks import RankError
 
 LISTENING = "0A"
@@ -108,7 +108,7 @@ def errors_of(argv, run):
     messages = []
     init = ["--checkpoint.init_from", str(run / "checkpoints" / "step-00000001")]
     for use in (
-        lambda: export_run(run),
+        lambda: export_run(run, CheckpointConfig()),
         lambda: train([*argv, *run_settings(run), "--training.steps", "2"]),
         lambda: train([*argv, *run_settings(run.with_name("fresh")), *init]),
     ):
@@ -154,7 +154,7 @@ def test_a_file_outside_the_checkpoint_is_not_exported(ranks, trained, tmp_path)
         update_manifest(path)
         (path / ".x").symlink_to(tmp_path / "secret")
         with pytest.raises(RankError, match=problem):
-            ranks(1).run(export_run, run)
+            ranks(1).run(export_run, run, CheckpointConfig())
 
 
 @pytest.fixture(scope="module")

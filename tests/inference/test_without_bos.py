@@ -12,6 +12,7 @@ from tests.data.tokenizer import folders
 from tests.data.tokenizer.folders import save, special
 from tests.training_runs import train
 from trainer.checkpoint.export import export_run
+from trainer.config import CheckpointConfig
 from trainer.data.store.store import SPLITS, open_store
 from trainer.inference.generate import Sampling, TextGenerator
 from trainer.testing.ranks import RankError
@@ -47,7 +48,7 @@ def run(ranks, tiny, qwen_tokenizer, tmp_path_factory) -> Path:
     argv += ["--tokenizer.backend", "huggingface", "--tokenizer.path", str(qwen_tokenizer)]
     size = folders.Tokenizer.from_file(str(qwen_tokenizer / "tokenizer.json")).get_vocab_size()
     ranks(1).run(train, [*argv, "--model.overrides.vocab_size", str(size)])
-    ranks(1).run(export_run, folder / "run")
+    ranks(1).run(export_run, folder / "run", CheckpointConfig())
     return folder / "run"
 
 

@@ -156,7 +156,7 @@ def test_matrices_to_which_8bit_moments_do_not_apply_are_named():
         "tok_embeddings.weight are not divisible by 256 (row lengths: 2880)"
     )
     share = 24 * 2880 * 4096 / run.num_trained  # wo
-    assert run.state_bytes == pytest.approx(8 - 2 * share * (3 - 4 / BLOCK_SIZE))
+    assert run.optimizer.state_bytes == pytest.approx(8 - 2 * share * (3 - 4 / BLOCK_SIZE))
 
 
 def test_8bit_moments_take_a_quarter_of_the_memory():
