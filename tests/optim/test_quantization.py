@@ -151,7 +151,7 @@ def test_matrices_to_which_8bit_moments_do_not_apply_are_named():
 
     assert resolved("--model.name", "llama3", "--model.size", "8b").optimizer.fp32_moments == ""
     run = resolved("--model.name", "gpt-oss", "--model.size", "20b")
-    assert run.fp32_moments == (
+    assert run.optimizer.fp32_moments == (
         "8-bit moments do not apply to 98.6 % of the trained values, which have fp32 moments: the rows of matrices such as "
         "tok_embeddings.weight are not divisible by 256 (row lengths: 2880)"
     )
