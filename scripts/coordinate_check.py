@@ -67,7 +67,7 @@ from trainer.planning.report import canvas, save
 from trainer.system.spelling import counted
 from trainer.system.streams import print_error
 from trainer.testing.coordinates import ACTIVATIONS, AFTER, BEFORE, CHANGE, Curves, settings_of_runs
-from trainer.testing.layouts import Table
+from trainer.testing.layouts import Table, flags, settings_of
 from trainer.testing.ranks import RankError
 
 
@@ -78,7 +78,7 @@ def with_base_width(argv: list[str], smallest: int) -> Config:
         message = "must be empty: models of other widths start from random weights"
         die(config.explain(ConfigError("checkpoint.init_from", message)))
     if config.optimizer.base_width is None:
-        config = load_config([*argv, "--optimizer.base_width", str(smallest)])
+        config = load_config(flags(settings_of(argv) | {"optimizer.base_width": str(smallest)}))
     return config
 
 

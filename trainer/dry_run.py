@@ -33,6 +33,7 @@ from trainer.run.run_folder import (
     how_it_ended,
     later_batch_sizes,
     many_epochs,
+    optimizer_lines,
     require_usable,
     resume_point,
 )
@@ -79,6 +80,8 @@ def report(config: Config, resolved: ResolvedRun, ranks_per_node: int, device: t
     _line("model", f"{resolved.model_name}, {resolved.num_parameters:,} parameters, {resolved.num_trained:,} trained")
     for note in adapter_notes(config, resolved):
         _line("adapters", note)
+    for line in optimizer_lines(config, resolved):
+        _line("optimizer", line)
     if resolved.optimizer.fp32_moments:
         _line("moments", resolved.optimizer.fp32_moments)
     _line("ranks", f"{dims.world_size} x {devices.name(device)} ({dims})")

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
@@ -24,8 +25,9 @@ from trainer.system.process import exit_on_interrupt
 if __name__ == "__main__":
     exit_on_interrupt()
 
-from trainer.config import ConfigError
+from trainer.config import Config, ConfigError
 from trainer.config.command_line import Arguments, config_from_command_line, file_to_write, run_to_end
+from trainer.config.render import differing_settings, setting_texts, to_toml
 from trainer.planning.report import canvas, save
 from trainer.reporting.records import Curve, read_records
 from trainer.run.sinks.sink import METRICS_FILE
@@ -56,8 +58,11 @@ class Result:
 
 
 def read_result(folder: Path, values: tuple[str, ...]) -> Result:
-    """Read the result of a run. values: those of the settings that vary."""
-    curves = read_records(folder / METRICS_FILE).curves
+    """Read the result of a run. values: those of the settings that vary. Raises ConfigError if it has recorded no step."""
+    path = folder / METRICS_FILE
+    curves = read_records(path).curves if path.exists() else {}
+    if "train/loss" not in curves:
+        raise ConfigError("", f"{folder} has no record of a step")
     held_out = next(
         (c.values[-1] for name, c in curves.items() if name.startswith("eval/") and name.endswith("/loss")),
         float("nan"),
@@ -87,9 +92,20 @@ def train(argv: Sequence[str]) -> bool:
     return not code
 
 
-def draw(path: Path, results: Sequence[Result]) -> None:
-    """Draw the training losses of the best run of each first value."""
-    figure = canvas(path, "--plot")
+def require_same_settings(config: Config) -> None:
+    """Raise ConfigError if the run folder contains a run with other settings, whose losses would be shown as new ones."""
+    file = config.run.folder / "config.toml"
+    if file.exists():
+        before, now = setting_texts(file.read_text(), file), setting_texts(to_toml(config), file)
+        if differences := differing_settings(before, now):
+            advice = f"remove {config.run.folder}, or set another --run.name"
+            raise ConfigError(
+                "", f"{config.run.folder} has a run with other settings ({', '.join(differences[:3])}); {advice}"
+            )
+
+
+def draw(figure: Any, path: Path, results: Sequence[Result]) -> None:
+    """Draw the training losses of the best run of each first value. figure: result of `canvas` for this path."""
     axes = figure.add_subplot()
     for _, group in itertools.groupby(results, lambda r: r.values[0]):
         best = min(group, key=lambda r: r.final_loss)
@@ -111,11 +127,15 @@ def main() -> None:
             raise ConfigError("", f"--vary {name}: is given twice")
         varied[name] = values
     base = config_from_command_line(argv)
+    if "jsonl" not in base.metrics.sinks:
+        raise ConfigError("metrics.sinks", 'must contain "jsonl", whose records are compared')
+    figure = None if args.plot is None else canvas(args.plot, "--plot")
     runs = []
     for values in itertools.product(*varied.values()):
         name = "-".join([base.run.name, *values])
         of_run = flags(settings_of(argv) | dict(zip(varied, values, strict=True)) | {"run.name": name})
-        runs.append((values, config_from_command_line(of_run), of_run))  # all are checked before the first one starts
+        runs.append((values, config_from_command_line(of_run), of_run))
+        require_same_settings(runs[-1][1])  # of all runs, before the first one starts
     results = []
     for values, config, of_run in runs:
         ended_well = train(of_run)
@@ -128,8 +148,8 @@ def main() -> None:
     for result in results:
         losses = f"{result.final_loss:.4f}", f"{result.held_out:.4f}"
         table.row(*result.values, *losses, *(f"{1000 * s:,.0f} ms" for s in (result.step_s, result.update_s)))
-    if args.plot:
-        draw(args.plot, results)
+    if figure is not None:
+        draw(figure, args.plot, results)
         print(f"wrote {args.plot}")
 
 

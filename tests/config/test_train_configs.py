@@ -199,7 +199,7 @@ COMBINATIONS = {
         "divided into 2 rounds of equal size; use a multiple of 2"
     ),
     "--parallel.pp 2 --training.batch_schedule.9 8": (
-        "--parallel.pp 2: a step after step 9 has 1 microbatch of local_batch_size samples, but 1F1B needs at least 2"
+        "--training.batch_schedule.9 8: the step has 1 microbatch of local_batch_size samples, but 1F1B needs at least 2"
     ),
     "--parallel.pp 2 --parallel.pipeline_stages_per_rank 2": "--parallel.pipeline_stages_per_rank 2: 1F1B needs 1 stage per rank",
     "--parallel.pp 2 --parallel.pipeline_schedule ZBVZeroBubble --parallel.pipeline_stages_per_rank 3": (

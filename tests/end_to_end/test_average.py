@@ -160,7 +160,8 @@ def test_a_run_without_averages_cannot_begin_them_but_one_may_end_them(ranks, ti
     argv = [*tiny, *AVERAGED, *EVALUATED, *in_folder(tmp_path / "with"), "--training.steps", "5"]
     (message,) = ranks(1).run(error_line, argv)
     assert message.endswith(
-        "average of the weights ([optimizer] ema_decay) was null, is true; set another --run.name for a new run"
+        "average of the weights, which a resumed run cannot begin ([optimizer] ema_decay) was null, is true; "
+        "set another --run.name for a new run"
     )
 
 

@@ -29,6 +29,7 @@ FIXED = {
     "data.shuffle",
     "optimizer.name",
     "optimizer.state_dtype",
+    "optimizer.base_width",
     "training.parameter_dtype",
     *(f"lora.{name}" for name in ("rank", "alpha", "rslora", "targets", "train_fully", "dtype")),
     *(f"preference.{name}" for name in ("loss", "beta", "margin")),

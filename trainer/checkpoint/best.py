@@ -52,6 +52,7 @@ class BestTracker:
         valid = state[:1] == [self.identity] and state[1] in steps
         if state and self.dataset and not valid:
             console.info(
-                f"ignoring the previous best step {state[1]}, because the evaluation data changed or that checkpoint is missing"
+                f"ignoring the previous best step {state[1]}, because the evaluation changed (its data or [evaluation] "
+                "averaged), or that checkpoint is missing"
             )
         self._saved, self._pending = (state[1], state[2]) if valid else (0, math.inf), None

@@ -1,5 +1,6 @@
 """Parameter groups: the rule that updates each parameter, its learning rate and its weight decay."""
 
+import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -12,6 +13,7 @@ from trainer.optim.rules import RULES
 from trainer.system.spelling import counted, did_you_mean
 
 _EXPECTED = "expected lr=FACTOR, decay=NUMBER or optimizer=NAME, separated by spaces"
+_OTHER_NAMES = {"weight_decay": "decay", "wd": "decay", "learning_rate": "lr", "rule": "optimizer"}
 _LIMITS = {"lr": (1e-6, 1e6), "decay": (0.0, 1e3)}
 """Option with a number -> its smallest and its largest value."""
 
@@ -85,6 +87,8 @@ def resolve_groups(
         lr = given.get("lr", 1.0) * (config.muon_lr / config.lr if rule == "muon" and config.muon_lr else 1.0)
         width = width_ratio ** RULES[rule].width_powers(config).get(kinds.get(name, ""), 0.0)
         key = chosen[name], rule, lr * width, width, decay / width
+        if not (math.isfinite(lr * width) and math.isfinite(decay / width)):
+            raise ConfigError("optimizer.lr", f"the rate or the weight decay of {name} would be infinite")
         members.setdefault(key, []).append(name)
     _require_effects(config, options, chosen, matrices, members)
     order = [*options, ""]
@@ -160,7 +164,12 @@ def _options(config: OptimizerConfig, pattern: str, text: str) -> dict:
     for word in words:
         name, equals, value = word.partition("=")
         if not equals or name not in (*_LIMITS, "optimizer"):
-            raise ConfigError(key, f"{word}: {_EXPECTED}{did_you_mean(name, [*_LIMITS, 'optimizer'])}")
+            hint = (
+                ""
+                if name in (*_LIMITS, "optimizer")
+                else did_you_mean(_OTHER_NAMES.get(name, name), [*_LIMITS, "optimizer"])
+            )
+            raise ConfigError(key, f"{word}: {_EXPECTED}{hint}")
         if name in options:
             raise ConfigError(key, f"{name} is given twice")
         options[name] = _rule(config, key, value) if name == "optimizer" else _number(key, name, value)

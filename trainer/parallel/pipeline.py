@@ -172,10 +172,10 @@ def min_microbatches(config: ParallelConfig) -> int:
     return config.pp * (2 if config.pp > 1 and config.pipeline_schedule == "DualPipeV" else 1)
 
 
-def check_microbatches(config: ParallelConfig, microbatches: int, step: str = "the step") -> None:
-    """Raise ConfigError if the schedule cannot run this number of microbatches per step. step: name of the step in messages."""
+def check_microbatches(config: ParallelConfig, microbatches: int) -> None:
+    """Raise ConfigError if the schedule cannot run this number of microbatches per step."""
     minimum = min_microbatches(config)
-    count = f"{step} has {microbatches} microbatch{'es' * (microbatches > 1)} of local_batch_size samples"
+    count = f"the step has {microbatches} microbatch{'es' * (microbatches > 1)} of local_batch_size samples"
     if microbatches < minimum:
         raise ConfigError("parallel.pp", f"{count}, but {config.pipeline_schedule} needs at least {minimum}")
     rounds = microbatches // config.pp

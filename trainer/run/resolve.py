@@ -134,7 +134,11 @@ def _check_batch_sizes(config: Config, dims: ParallelDims) -> None:
             factors = f"local_batch_size {training.local_batch_size} x {dims.batch} data-parallel ranks"
             raise ConfigError(key, f"must be a multiple of {factors} = {samples}")
         if dims.pp > 1:
-            check_microbatches(config.parallel, size // samples, f"a step after step {steps}" if steps else "the step")
+            try:
+                check_microbatches(config.parallel, size // samples)
+            except ConfigError as error:
+                key = f"training.batch_schedule.{steps}" if steps else error.key
+                raise ConfigError(key, error.message) from None
 
 
 def _check_experts(config: Config, model: Model, plan: ParallelPlan, name: str) -> None:

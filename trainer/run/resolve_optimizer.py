@@ -82,7 +82,7 @@ def _fingerprint(config: OptimizerConfig, groups: Collection[Group], muon_matric
     """Return what a checkpoint must agree with: state that it lacks cannot be continued."""
     fingerprint: dict[str, Any] = {}
     if config.ema_decay is not None:
-        fingerprint["average of the weights ([optimizer] ema_decay)"] = True
+        fingerprint["average of the weights, which a resumed run cannot begin ([optimizer] ema_decay)"] = True
     if config.name == "muon":
         given = [name for group in groups if group.rule == "adamw" for name in group.names if name in muon_matrices]
         key = "number of matrices that [optimizer] groups gives to adamw"

@@ -269,16 +269,23 @@ def log_summary(
         f"({dims}), {'bitwise deterministic' if deterministic else 'deterministic up to rounding'}, "
         f"attention: {attention}"
     )
-    for group in resolved.optimizer.groups:
-        console.info(f"optimizer: {group}")
-    if config.optimizer.ema_decay is not None:
-        console.info(f"optimizer: average of the weights, decay {config.optimizer.ema_decay:g}")
-    if config.optimizer.base_width is not None:
-        console.info(width_transfer(config, resolved))
+    for line in optimizer_lines(config, resolved):
+        console.info(f"optimizer: {line}")
     if resolved.optimizer.fp32_moments:
         console.warning(resolved.optimizer.fp32_moments)
     for line in adapter_notes(config, resolved):
         console.warning(line)
+
+
+def optimizer_lines(config: Config, resolved: ResolvedRun) -> list[str]:
+    """Return lines about the parameter groups, the average of the weights and the transfer of the width."""
+    lines = [str(group) for group in resolved.optimizer.groups]
+    if config.optimizer.ema_decay is not None:
+        used = ", evaluated" * config.evaluation.averaged
+        lines.append(f"average of the weights, decay {config.optimizer.ema_decay:g}{used}")
+    if config.optimizer.base_width is not None:
+        lines.append(width_transfer(config, resolved))
+    return lines
 
 
 def width_transfer(config: Config, resolved: ResolvedRun) -> str:
