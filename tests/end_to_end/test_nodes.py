@@ -70,7 +70,8 @@ def test_a_lost_link_ends_the_run_which_resumes_with_the_losses_of_one_node(
     metrics = tmp_path / "two" / "tiny" / "metrics.jsonl"
     deadline = time.monotonic() + 120
     while not metrics.exists() or len(records(metrics.parent)) < 12:
-        assert all(node.poll() is None for node in running), [node.communicate() for node in running if node.poll()]
+        ended = [node for node in running if node.poll() is not None]
+        assert not ended, [(node.returncode, *node.communicate()) for node in ended]
         assert time.monotonic() < deadline
         time.sleep(0.05)
     ip("-n", namespaces[1], "link", "set", "cable", "down")

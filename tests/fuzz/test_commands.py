@@ -107,7 +107,8 @@ def calls(draw: st.DrawFn) -> list[str]:
     words = draw(_words(_parser(command), wrong))
     if wrong and draw(sometimes(20)):
         words.insert(draw(st.integers(0, len(words))), draw(st.sampled_from(_VALUES)))
-    if command in _ONLY_INVALID or "--search" in words or (command == _PLAN and not draw(sometimes(10))):
+    too_long = command in _ONLY_INVALID or {"--search", "--watch"} & {*words}  # the second serves a page until Ctrl-C
+    if too_long or (command == _PLAN and not draw(sometimes(10))):
         words.append(draw(st.sampled_from(["--x", "--steps", "--vocab-size"])))
     return [command, *words]
 
