@@ -65,13 +65,13 @@ def test_a_lost_link_ends_the_run_which_resumes_with_the_losses_of_one_node(
 ):
     common = [*tiny, "--training.global_batch_size", "8", "--lr_schedule.min_lr_ratio", "1.0"]
     two_nodes = [*common, "--run.output_folder", str(tmp_path / "two"), "--checkpoint.interval_steps", "5"]
-    endless = ["--training.steps", "100000", "--resilience.hang_timeout_s", "4"]
+    endless = ["--training.steps", "100000", "--resilience.hang_timeout_s", "10"]
     running = start_nodes([*two_nodes, *endless], "29500")
     metrics = tmp_path / "two" / "tiny" / "metrics.jsonl"
     deadline = time.monotonic() + 120
     while not metrics.exists() or len(records(metrics.parent)) < 12:
         ended = [node for node in running if node.poll() is not None]
-        assert not ended, [(node.returncode, *node.communicate()) for node in ended]
+        assert not ended, "\n".join(f"{node.args} ended with {node.returncode}: {node.communicate()[1]}" for node in ended)
         assert time.monotonic() < deadline
         time.sleep(0.05)
     ip("-n", namespaces[1], "link", "set", "cable", "down")
