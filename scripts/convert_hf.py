@@ -38,6 +38,8 @@ def arguments() -> Arguments:
     merge.add_argument(
         "--base", type=Path, metavar="PATH", help="base model (default: its path when the adapter was trained)"
     )
+    into_help = "base model to merge into: the original one, or the one in 4 bits that was trained (default: original)"
+    merge.add_argument("--into", choices=["original", "quantized"], help=into_help)
     load.add_argument(
         "source", type=Path, help="folder in the Hugging Face format (--checkpoint.init_from reads it too)"
     )
@@ -69,8 +71,8 @@ from trainer.system.units import GIB
 
 
 def to_hf(args: argparse.Namespace, checkpoint: Path, shard_bytes: int) -> None:
-    base = args.base if args.command == "merge" else None
-    export = HfExport.open(checkpoint, DTYPES[args.dtype or _DTYPE], base, args.averaged)
+    merge = {"base": args.base, "into_quantized": args.into == "quantized"} if args.command == "merge" else {}
+    export = HfExport.open(checkpoint, DTYPES[args.dtype or _DTYPE], averaged=args.averaged, **merge)
     with tqdm(total=export.num_bytes(), unit="B", unit_scale=True, disable=None) as bar:
         export.write(args.out, shard_bytes, bar.update)
 

@@ -71,7 +71,9 @@ def arguments() -> Arguments:
     group = parser.add_argument_group("figures that replace those of the device (1 GB/s = 10^9 bytes per second)")
     group.add_argument("--memory-gib", type=positive_float, metavar="X", help="device memory")
     group.add_argument("--host-memory-gib", type=positive_float, metavar="X", help="host memory per device")
-    group.add_argument("--peak-tflops", type=positive_float, metavar="X", help="peak rate of dense matmuls")
+    group.add_argument(
+        "--peak-tflops", type=positive_float, metavar="X", help="peak rate of dense matmuls, not in float8"
+    )
     group.add_argument("--gpus-per-node", type=positive_int, metavar="N", help="devices in a node")
     for flag, (field, text) in RATES.items():
         group.add_argument(f"--{flag}-gbs", dest=field, type=positive_float, metavar="X", help=text)
@@ -93,7 +95,9 @@ def accelerator_of(args: argparse.Namespace) -> AcceleratorSpec:
     changes = {name: getattr(args, name) for name in ("memory_gib", "host_memory_gib", "gpus_per_node")}
     changes |= {field: (getattr(args, field) or 0) * 1e9 for field, _ in RATES.values()}
     if args.peak_tflops:
-        changes["flops"] = dict.fromkeys(spec.flops, 1e12 * args.peak_tflops)
+        rate = 1e12 * args.peak_tflops
+        fp8 = {"fp8": rate * spec.flops["fp8"] / spec.flops["bf16"]} if "fp8" in spec.flops else {}
+        changes["flops"] = dict.fromkeys(spec.flops, rate) | fp8
     return replace(spec, **{name: value for name, value in changes.items() if value})
 
 

@@ -104,10 +104,21 @@ BACKEND = AttentionBackend(
 )
 
 
-class _EqualDtypes(TorchDispatchMode):
-    """Refuse matrix products of several dtypes, as a GPU does. Fake tensors accept them."""
+def _on_cuda(value):
+    """Return a fake tensor of a GPU, whose products in float8 are checked like real ones. Return other arguments unchanged."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cuda")
+
+
+class _ProductsOfGpu(TorchDispatchMode):
+    """Refuse the matrix products that a GPU refuses: of several dtypes, and in float8 of certain shapes, layouts and scales. Fake
+    tensors of this device accept them."""
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten._scaled_mm.default:
+            assert function(*map(_on_cuda, args), **(kwargs or {})).dtype == torch.bfloat16
+            return function(*args, **(kwargs or {}))
         dtypes = {tensor.dtype for tensor in args if isinstance(tensor, torch.Tensor)}
         if function in _MATRIX_PRODUCTS and len(dtypes) > 1:
             raise RuntimeError(f"{function} of {dtypes}")
@@ -136,7 +147,7 @@ def run_step(argv: list[str], layout: str) -> str:
     meshes = Meshes(resolved.dims, FAKE_GPU, None, resolved.plan.has_experts, resolved.exchanges_matrices)
     parts = build_model_parts(config, resolved, meshes, BACKEND)
     shape = config.training.local_batch_size, config.training.seq_len
-    with FakeTensorMode(allow_non_fake_inputs=True), _EqualDtypes():
+    with FakeTensorMode(allow_non_fake_inputs=True), _ProductsOfGpu():
         engine = Engine(config, resolved, FAKE_GPU, meshes, parts, build_objective(config, resolved, meshes))
         if resolved.dims.pp > 1:
             skip_shape_negotiation(engine.forward_backward.schedule)

@@ -56,7 +56,10 @@ SETTINGS = {
     "--dp-size 8": "use '--parallel.dp_shard'",
     "--run.device cuda:0": "write gpu",
     "--optimizer.name lion": "no other optimizer is supported",
-    "--training.compute_dtype float8": "products of 8 bits are not supported",
+    "--training.compute_dtype float8": "write bf16, with [training] float8 = tensorwise",
+    "--training.float8 dynamic": "write tensorwise",
+    "--training.float8 mxfp8": "such scales are not supported",
+    "--training.float8_exclude *.wk": "has an effect only with [training] float8 != none",
     "--lr 1e-4": "did you mean '--optimizer.lr'?",
     # ---------------------------------------------------------------- forms
     "lora_r=8": "use '--lora.rank'",

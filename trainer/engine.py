@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from models.spec import is_bias, saved_weights
 from trainer.adapters.apply import apply_lora
+from trainer.adapters.nf4 import quantized_weights
 from trainer.batch import Batch
 from trainer.config import Config
 from trainer.objective.cross_entropy import CrossEntropy, CrossEntropyWithZLoss
@@ -47,10 +48,11 @@ def build_model_parts(
         parallel=config.parallel,
         checkpointing=config.activation_checkpoint,
         compiled=resolved.compiled,
-        dtype=config.training.compute_dtype,
+        storage=resolved.storage,
         seq_len=config.training.seq_len,
         document_mask=config.data.document_mask,
         attention_backend=attention_backend,
+        float8=resolved.float8,
         adapt=partial(
             apply_lora,
             blocks=resolved.plan.blocks_path,
@@ -122,6 +124,8 @@ class Engine:
         self.parameters = {name: p for part in model_parts.values() for name, p in part.named_parameters()}
         self.weights = {name: w for part in model_parts.values() for name, w in saved_weights(part).items()}
         """The parameters and buffers of this rank by name."""
+        self.quantized = {name: w for part in model_parts.values() for name, w in quantized_weights(part).items()}
+        """Name of a weight that is kept in 4 bits -> this rank's part. Its parts are among the parameters too."""
         self.saved_names = resolved.saved_names
         model, training = next(iter(model_parts.values())), config.training
         self.gradient_sums: Mapping[Tensor, Tensor] = {}

@@ -132,7 +132,7 @@ def _load_weights(config: Config, resolved: ResolvedRun, engine: Engine, weights
         folder = "" if config.model.pretrained else config.model.huggingface
         only = f"; {folder} gives only the dimensions, and --from {folder} would load its weights too" if folder else ""
         return _Loaded(hashes={_INITIAL: None}, origin=f"random{only}")
-    load_initial_weights(config.checkpoint, weights, engine.weights, names)
+    load_initial_weights(config.checkpoint, weights, engine.weights, engine.quantized, names)
     weights_digest = weights.digest()
     adapter = ""
     if lora.init_from:
@@ -153,7 +153,7 @@ def _load_base(config: Config, resolved: ResolvedRun, engine: Engine, weights: W
     """Load the base model, if the run trains adapters."""
     if weights is None:
         return _Loaded(hashes={}, origin="")
-    load_initial_weights(config.checkpoint, weights, engine.weights, resolved.weight_names)
+    load_initial_weights(config.checkpoint, weights, engine.weights, engine.quantized, resolved.weight_names)
     weights_digest = weights.digest()
     base, origin = _base_of(weights, weights_digest), _origin(weights, weights_digest)
     return _Loaded(hashes={_BASE: weights_digest}, origin=origin, base=base)
@@ -208,6 +208,8 @@ def _reference_hash(config: Config, resolved: ResolvedRun, weights_digest: str, 
     precision = [training.compute_dtype, training.parameter_dtype]
     if lora.train_fully:
         precision += [lora.dtype, *lora.train_fully]
+    if lora.base_dtype != "keep":
+        precision.append(lora.base_dtype)
     content = [weights_digest, adapted, asdict(resolved.sizes), changes, precision]
     return digest(json.dumps(content, sort_keys=True).encode())
 

@@ -64,6 +64,9 @@ def without_weights(*names, content="x"):
     return change
 
 
+ORIGINAL = "(quantization_config in config.json); use the original model, in bf16 or another float dtype"
+
+
 def quantized(**settings):
     def change(folder):
         config = json.loads((folder / "config.json").read_text())
@@ -130,19 +133,20 @@ WEIGHTS = {
     ),
     "bitsandbytes": (
         quantized(quant_method="bitsandbytes", load_in_4bit=True, load_in_8bit=False),
-        "contains weights that are quantized with bitsandbytes in 4 bits; use the original model, in bf16 or another float dtype",
+        f"contains weights that are quantized with bitsandbytes in 4 bits {ORIGINAL}, which [lora] base_dtype quantizes while it "
+        "is loaded",
     ),
     "FP8": (
-        quantized(quant_method="fp8", weight_block_size=[128, 128]),
-        "contains weights that are quantized with FP8; use the original model, in bf16 or another float dtype",
+        quantized(quant_method="fp8", activation_scheme="static"),
+        f"contains weights that are quantized with FP8 without weight_block_size {ORIGINAL}",
     ),
     "MXFP4 in a family that has no such folders": (
         quantized(quant_method="mxfp4"),
-        "contains weights that are quantized with MXFP4; use the original model, in bf16 or another float dtype",
+        f"contains weights that are quantized with MXFP4 {ORIGINAL}",
     ),
     "compressed-tensors": (
         quantized(quant_method="compressed-tensors"),
-        "contains weights that are quantized with compressed-tensors; use the original model, in bf16 or another float dtype",
+        f"contains weights that are quantized with compressed-tensors {ORIGINAL}",
     ),
     "a pointer": (
         lambda folder: (folder / SINGLE).write_text(POINTER),

@@ -138,7 +138,7 @@ def test_other_folders_are_refused_in_one_line(packed):
     ):
         HfModelFolder.open(source)
     change_config(source, quantization_config={"quant_method": "fp8"})
-    with pytest.raises(ConfigError, match="contains weights that are quantized with FP8; use the original model"):
+    with pytest.raises(ConfigError, match="contains weights that are quantized with FP8 without weight_block_size"):
         HfModelFolder.open(source)
     change_config(source, quantization_config={"quant_method": "mxfp4"})
     first = source / "model-00001-of-00002.safetensors"

@@ -170,3 +170,10 @@ def test_all_differences_are_in_one_error(tmp_path):
         f"cannot resume from {tmp_path}: a was 1, is 2; d was null, is true; set another --run.name for a new run"
     )
     resume.require_compatible(saved, {"b": "x", "c": (1, 2)})
+
+
+def test_a_checkpoint_that_is_older_than_a_setting_was_saved_with_its_default(tmp_path):
+    saved = resume.ResumePoint(tmp_path, TrainState(fingerprint={}))
+    resume.require_compatible(saved, {"lora.base_dtype": "keep", "lora.targets": ("*",)})
+    with pytest.raises(ConfigError, match=r'lora\.base_dtype was "keep", is "nf4"'):
+        resume.require_compatible(saved, {"lora.base_dtype": "nf4"})

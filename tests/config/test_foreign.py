@@ -50,7 +50,10 @@ def test_each_foreign_value_is_refused_and_its_replacement_is_accepted(key, valu
         "++optimizer.lr=1": "++optimizer.lr=1: unexpected argument; did you mean '--optimizer.lr 1'?",
         "--checkpoint.interval 5": "--checkpoint.interval: unknown setting; use '--checkpoint.interval_steps'",
         "--path x": "--path: unknown setting; did you mean '--tokenizer.path' or '--data.path'?",
-        "--fp8": "--fp8: unknown setting; not supported: float8; training.compute_dtype is bf16 or fp32",
+        "--fp8": (
+            "--fp8: unknown setting; use '--training.float8': tensorwise or rowwise, with training.float8_exclude; the output "
+            "stays in training.compute_dtype"
+        ),
         "--optimizer.name adamw_torch": (
             "--optimizer.name adamw_torch: expected one of adamw, muon; write adamw"  # not only the nearest spelling
         ),

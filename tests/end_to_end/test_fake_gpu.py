@@ -24,7 +24,11 @@ LAYOUTS = (
     "tp=2 training.compute_dtype=bf16 activation_checkpoint.mode=selective",
     "dp_shard=2 tp=2 sequence_parallel=false model.overrides.tied_embeddings=true",
     "cp=2 training.compute_dtype=bf16",
+    "dp_shard=2 training.compute_dtype=bf16 training.float8=rowwise activation_checkpoint.mode=selective",
+    "dp_shard=2 tp=2 training.compute_dtype=bf16 training.float8=tensorwise model.overrides.dim=64",
     "dp_shard=2 tp=2 pp=2",
+    "dp_shard=2 tp=2 training.compute_dtype=bf16 lora.rank=4 lora.base_dtype=nf4_double checkpoint.init_from=. "
+    "model.overrides.dim=128 model.overrides.hidden_dim=256",
 )
 
 

@@ -16,6 +16,7 @@ from trainer.config.fields import settings
 from trainer.objective.cross_entropy import CrossEntropyHead
 from trainer.parallel.activation_checkpoint import SAVEABLE_OPS, block_forward, recompute_policy
 from trainer.parallel.feed_forward import apply_gated_products
+from trainer.parallel.float8 import NO_FLOAT8, Float8, apply_float8
 from trainer.parallel.init_weights import allocate, initialize
 from trainer.parallel.tensor import apply_tensor
 from trainer.planning.recorder import Recorder
@@ -24,10 +25,15 @@ SIZES = LlamaSizes(dim=64, n_layers=2, n_heads=8, n_kv_heads=4, hidden_dim=160, 
 BATCH, SEQ = 2, 32
 
 
-def build_model(sizes, checkpointing, dtype=torch.bfloat16):
+LINEARS = [*(f"attention.w{name}" for name in "qkvo"), *(f"feed_forward.w{i}" for i in (1, 2, 3))]
+IN_FLOAT8 = Float8(frozenset(f"layers.{i}.{name}" for i in range(2) for name in LINEARS), by_row=True)
+
+
+def build_model(sizes, checkpointing, dtype=torch.bfloat16, float8=NO_FLOAT8):
     """Return a model sharded over all ranks, without FSDP, whose gathered parameters would count as memory."""
     with torch.device("meta"):
         model = llama(sizes).to(dtype)
+    apply_float8(model, float8)
     apply_gated_products(model)
     ranks = dist.get_world_size()
     policies = {
@@ -48,12 +54,12 @@ def live_bytes(recorder):
     return sum(a.num_bytes for a in recorder.alive(recorder.num_events) if a.born >= 0)
 
 
-def bytes_saved_by_a_block(checkpointing):
+def bytes_saved_by_a_block(checkpointing, float8):
     """Return the bytes that one more block keeps alive after forward, its output included."""
     live = []
     for layers in (1, 2):
         sizes = replace(SIZES, n_layers=layers)
-        model = build_model(sizes, checkpointing)
+        model = build_model(sizes, checkpointing, float8=float8)
         batch = inputs(sizes, BATCH, SEQ)
         with Recorder() as recorder:
             loss = model(*batch, head=CrossEntropyHead(batch[0], 1024))
@@ -87,16 +93,15 @@ def formula(mode, recompute, ranks):
 MODES = [("none", False), ("none", True), ("selective", True), ("full", True)]
 
 
-def bytes_saved_in_every_mode():
-    return {
-        (mode, recompute): bytes_saved_by_a_block(ActivationCheckpointConfig(mode=mode, recompute_all_gather=recompute))
-        for mode, recompute in MODES
-    }
+def bytes_saved_in_every_mode(float8):
+    settings = {key: ActivationCheckpointConfig(mode=key[0], recompute_all_gather=key[1]) for key in MODES}
+    return {key: bytes_saved_by_a_block(checkpointing, float8) for key, checkpointing in settings.items()}
 
 
+@pytest.mark.parametrize("float8", [NO_FLOAT8, IN_FLOAT8], ids=["bf16", "float8"])
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_activation_memory_of_a_block_equals_the_formula_in_every_mode(ranks, size):
-    for saved in ranks(size).run(bytes_saved_in_every_mode):
+def test_activation_memory_of_a_block_equals_the_formula_in_every_mode(ranks, size, float8):
+    for saved in ranks(size).run(bytes_saved_in_every_mode, float8):
         assert saved == {mode: formula(*mode, size) for mode in MODES}
         gathered_inputs_without_their_shards = 4 * SEQ * BATCH * SIZES.dim * (1 - 1 / size)
         assert saved["none", False] - saved["none", True] == gathered_inputs_without_their_shards

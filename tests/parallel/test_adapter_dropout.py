@@ -1,5 +1,6 @@
-"""Dropout of adapters in sharded and compiled blocks."""
+"""Adapters with dropout, also on a base in 4 bits, in sharded and compiled blocks."""
 
+from dataclasses import replace
 from functools import partial
 from unittest.mock import patch
 
@@ -9,9 +10,10 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from models.llama import LlamaSizes, llama
-from tests.parallel.tiny_models import CPU, inputs
+from tests.parallel.tiny_models import CPU, inputs, reference
 from trainer.adapters.apply import apply_lora
-from trainer.adapters.select import LORA_B, select_parameters
+from trainer.adapters.nf4 import quantized_weights
+from trainer.adapters.select import LORA_B, select_parameters, select_quantized
 from trainer.config import ActivationCheckpointConfig, LoraConfig, ParallelConfig
 from trainer.objective.cross_entropy import CrossEntropyHead
 from trainer.parallel.attention import CPU_BACKEND
@@ -19,28 +21,43 @@ from trainer.parallel.init_weights import allocate, initialize
 from trainer.parallel.mesh import Meshes, ParallelDims
 from trainer.parallel.parallelize import parallelize
 from trainer.parallel.pipeline import partition_blocks
+from trainer.parallel.storage import Storage
 
-SIZES = LlamaSizes(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=48, vocab_size=64)
+SIZES = LlamaSizes(dim=128, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=128, vocab_size=64)
 LORA = LoraConfig(rank=4, dropout=0.4)
 
 
-def gradients(mode, compiled):
+def gradients(mode, compiled, base_dtype):
     """Return the full gradients of the adapters after one step, with tensor parallelism over all ranks."""
     torch._dynamo.reset()
     config = ParallelConfig(tp=dist.get_world_size())
     with torch.device("meta"):
         model = llama(SIZES)
     plan = model.plan()
-    adapt = partial(
-        apply_lora, blocks=plan.blocks_path, trained=select_parameters(model, plan, LORA), config=LORA, seed=0
-    )
+    lora = replace(LORA, base_dtype=base_dtype)
+    trained = select_parameters(model, plan, lora)
+    adapt = partial(apply_lora, blocks=plan.blocks_path, trained=trained, config=lora, seed=0)
+    quantized = select_quantized(model, plan, trained, lora)
+    storage = Storage(dtype="fp32", quantized=quantized, is_double=base_dtype == "nf4_double")
     meshes, stages = Meshes(ParallelDims.from_config(config, config.tp), CPU), partition_blocks(model, plan, config)
-    settings = (config, ActivationCheckpointConfig(mode=mode), compiled, "fp32", 16, False, CPU_BACKEND, adapt)
+    settings = (
+        config,
+        ActivationCheckpointConfig(mode=mode),
+        compiled,
+        storage,
+        16,
+        False,
+        CPU_BACKEND,
+        adapt,
+    )
     # Without code generation, which takes long and is not tested here.
     with patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")):
         (part,) = parallelize(lambda: llama(SIZES), plan, stages, meshes, *settings).values()
     allocate(part, CPU)
     initialize(part, seed=0, lora=LORA)
+    full = dict(reference(SIZES).named_parameters())
+    for name, weight in quantized_weights(part).items():
+        weight.fill(lambda region, name=name: full[name].detach()[region])
     trained = {name: p for name, p in part.named_parameters() if p.requires_grad}
     for name, p in trained.items():
         if name.endswith(LORA_B):  # it starts at zero, which would hide the gradients of the other matrix
@@ -52,9 +69,13 @@ def gradients(mode, compiled):
     return {name: p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for name, p in trained.items()}
 
 
-@pytest.mark.parametrize("mode", ["none", "selective", "full"])
-def test_compiled_blocks_on_two_ranks_drop_the_values_of_one_rank(ranks, mode):
-    expected, (actual, _) = ranks(1).run(gradients, "none", False)[0], ranks(2).run(gradients, mode, True)
+@pytest.mark.parametrize(
+    ("mode", "base_dtype"),
+    [("none", "keep"), ("selective", "keep"), ("full", "keep"), ("none", "nf4"), ("selective", "nf4_double")],
+)
+def test_compiled_blocks_on_two_ranks_drop_the_values_of_one_rank(ranks, mode, base_dtype):
+    (expected,) = ranks(1).run(gradients, "none", False, base_dtype)
+    actual, _ = ranks(2).run(gradients, mode, True, base_dtype)
     assert expected.keys() == actual.keys()
     for name, gradient in expected.items():
         assert gradient.any()

@@ -24,6 +24,7 @@ from trainer.parallel.mesh import Meshes, ParallelDims
 from trainer.parallel.parallelize import configure_compiler, parallelize
 from trainer.parallel.pipeline import Stage
 from trainer.parallel.rotation import rotate_by_complex_product
+from trainer.parallel.storage import Storage
 
 SIZES = LlamaSizes(dim=36, n_layers=3, n_heads=6, n_kv_heads=2, hidden_dim=46, vocab_size=61)
 """Not multiples of the vector width. The vocabulary is sharded unevenly."""
@@ -85,7 +86,14 @@ def model_with_experts(mode, compiled, parallel=ParallelConfig(), lora=LoraConfi
     stages = [Stage(0, 1, range(sizes.n_layers))]
     (model,) = parallelize(
         *(lambda: spec.model(sizes), plan, stages, meshes, parallel, ActivationCheckpointConfig(mode=mode)),
-        *(compiled, "fp32", 16, False, CPU_BACKEND, lambda model: apply_lora(model, "layers", trained, lora, seed=0)),
+        *(
+            compiled,
+            Storage(dtype="fp32"),
+            16,
+            False,
+            CPU_BACKEND,
+            lambda model: apply_lora(model, "layers", trained, lora, seed=0),
+        ),
     ).values()
     return model, sizes, meshes
 

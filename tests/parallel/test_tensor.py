@@ -1,6 +1,7 @@
 """Tensor parallelism: gradients of sharded matrices, communication per block, shapes independent of the degree."""
 
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,8 +15,12 @@ from models.llama import LlamaSizes
 from tests.parallel.tiny_models import build_model, inputs, reference
 from trainer.config import ActivationCheckpointConfig, ParallelConfig
 from trainer.objective.cross_entropy import CrossEntropyHead
+from trainer.parallel import float8
+from trainer.parallel.float8 import NO_FLOAT8, Float8, apply_float8
 from trainer.parallel.tensor import styles
 from trainer.planning.recorder import Recorder
+from trainer.testing.double import double_precision
+from trainer.testing.ranks import RankError
 
 SIZES = LlamaSizes(
     dim=32, n_layers=2, n_heads=8, n_kv_heads=4, hidden_dim=48, vocab_size=61
@@ -37,11 +42,21 @@ class Linears(nn.Module):
         return self.out(torch.sin(self.left(x)) * self.right(x))
 
 
-def gradients_of_linears(sequence_parallel, recompute):
+LINEARS = ("left", "right", "out")
+RECIPES = {
+    "none": NO_FLOAT8,
+    "tensorwise": Float8(frozenset(LINEARS), False),
+    "rowwise": Float8(frozenset(LINEARS), True),
+}
+
+
+def gradients_of_linears(sequence_parallel, recompute, recipe, no_powers=False):
     """Compare output and all gradients of a sharded module with those of a full one."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     mesh = init_device_mesh("cpu", (ranks,))
     full, sharded = Linears().double(), Linears().double()  # double: rounding cannot hide an error
+    for model in (full, sharded):
+        apply_float8(model, RECIPES[recipe])
     by_name = styles(sequence_parallel, recompute)
     for name, style in {"left": "column", "right": "column", "out": "row"}.items():
         parallelize_module(sharded.get_submodule(name), mesh, by_name[style], src_data_rank=None)
@@ -52,6 +67,11 @@ def gradients_of_linears(sequence_parallel, recompute):
     weights_of_output = torch.randn(2, 8, 16, generator=draw, dtype=torch.float64)
     local = (lambda t: t.chunk(ranks, 1)[rank].clone()) if sequence_parallel else torch.clone
     x_full, x_local = x.clone().requires_grad_(), local(x).requires_grad_()
+    with double_precision(), patch.object(float8, "power_of_two", (lambda x: x) if no_powers else float8.power_of_two):
+        compare_linears(full, sharded, x_full, x_local, weights_of_output, local)
+
+
+def compare_linears(full, sharded, x_full, x_local, weights_of_output, local):
     out = sharded(x_local)
     expected = full(x_full)
     (out * local(weights_of_output)).sum().backward()
@@ -67,7 +87,14 @@ def gradients_of_linears(sequence_parallel, recompute):
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["replicated", "sequence"])
 @pytest.mark.parametrize("size", [2, 4])
 def test_sharded_linears_have_the_gradients_of_full_ones(ranks, size, sequence_parallel, recompute):
-    ranks(size).run(gradients_of_linears, sequence_parallel, recompute)
+    for recipe in RECIPES:
+        ranks(size).run(gradients_of_linears, sequence_parallel, recompute, recipe)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_products_in_float8_with_other_scales_than_powers_of_two_depend_on_the_layout(ranks, recipe):
+    with pytest.raises(RankError, match="not close"):
+        ranks(2).run(gradients_of_linears, True, False, recipe, True)
 
 
 def one_step(tp, tied):

@@ -8,10 +8,12 @@ from models.decoder import Decoder
 from models.llama import LlamaSizes, llama
 from trainer.config import ActivationCheckpointConfig, ParallelConfig
 from trainer.parallel.attention import CPU_BACKEND
+from trainer.parallel.float8 import NO_FLOAT8, Float8
 from trainer.parallel.init_weights import allocate, initialize
 from trainer.parallel.mesh import Meshes, ParallelDims
 from trainer.parallel.parallelize import parallelize
 from trainer.parallel.pipeline import Stage, partition_blocks, stages_of_rank
+from trainer.parallel.storage import Storage
 
 CPU = torch.device("cpu")
 
@@ -22,6 +24,7 @@ def build_model_parts(
     checkpointing: ActivationCheckpointConfig = ActivationCheckpointConfig(),  # noqa: B008  (frozen)
     compiled: bool = False,
     dtype: str = "fp32",
+    float8: Float8 = NO_FLOAT8,
 ) -> tuple[dict[Stage, Decoder], Meshes]:
     """Return this rank's stages of the model, with initial weights."""
     meshes = Meshes(ParallelDims.from_config(config, dist.get_world_size()), CPU)
@@ -29,10 +32,9 @@ def build_model_parts(
         model = llama(sizes)
     plan = model.plan()
     stages = stages_of_rank(partition_blocks(model, plan, config), meshes.model["pp"].get_local_rank(), config)
-    settings = (stages, meshes, config, checkpointing, compiled, dtype)
-    model_parts = parallelize(
-        lambda: llama(sizes), plan, *settings, seq_len=16, document_mask=False, attention_backend=CPU_BACKEND
-    )
+    settings = (stages, meshes, config, checkpointing, compiled, Storage(dtype=dtype))
+    run = {"seq_len": 16, "document_mask": False, "attention_backend": CPU_BACKEND, "float8": float8}
+    model_parts = parallelize(lambda: llama(sizes), plan, *settings, **run)
     for part in model_parts.values():
         allocate(part, CPU)
         initialize(part, seed=0)

@@ -1,10 +1,12 @@
 """Margins, the description of the peak, and remedies, with simulations that are given instead of run."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
+from trainer.config import ConfigError, TrainingConfig
 from trainer.config.load import load_config
 from trainer.planning.estimate import Hardware, RunEstimate, margin_bytes
 from trainer.planning.peak import explain, place, remedies
@@ -45,6 +47,23 @@ def estimate_of(flags, sizes_gib, module="output", in_backward=False, world_size
 def test_the_margin_is_for_fragmentation_and_for_compiled_blocks_without_recomputation(flags, is_gpu, expected_gib):
     hardware = Hardware(2, DEVICE, is_gpu)
     assert margin_bytes(load_config([*GIVEN, *flags]), hardware, 60 * GIB) == pytest.approx(expected_gib * GIB)
+
+
+@pytest.mark.parametrize(
+    ("device", "values", "message"),
+    [
+        ("NVIDIA H100 80GB HBM3", {}, ""),
+        ("NVIDIA A100-SXM4-80GB", {"float8": "none"}, ""),
+        ("NVIDIA A100-SXM4-80GB", {}, "the device has no products in these formats; h100, h100-pcie, h100-nvl, "),
+        ("AMD Instinct MI300X", {}, "the device has no products in these formats; h100, "),
+        ("NVIDIA H100 80GB HBM3", {"compute_dtype": "fp32"}, "needs [training] compute_dtype = bf16 on a GPU"),
+    ],
+)
+def test_a_run_with_float8_is_planned_for_devices_with_such_products(device, values, message):
+    config = TrainingConfig(**({"float8": "tensorwise"} | values))
+    with pytest.raises(ConfigError) if message else nullcontext() as error:
+        Hardware(1, ACCELERATORS[device]).require_products(config)
+    assert not message or (error.value.key, error.value.message[: len(message)]) == ("training.float8", message)
 
 
 def test_runs_that_leave_the_margin_come_first_then_tight_ones_then_those_that_do_not_fit():

@@ -15,7 +15,7 @@ from trainer.planning.roofline import (
 from trainer.runtime.accelerators import AcceleratorSpec
 
 ACCELERATOR = AcceleratorSpec(
-    flops={"bf16": 100e12, "fp32": 10e12},
+    flops={"fp8": 200e12, "bf16": 100e12, "fp32": 10e12},
     memory_gib=80,
     memory_bandwidth=1e12,
     intra_node_bandwidth=100e9,
@@ -35,7 +35,7 @@ def time_of(op_costs=None, traffic=None, groups=None, bubble=0.0, transfers=None
 
 
 def test_an_operator_is_bound_by_its_flops_or_its_bytes():
-    time = time_of({("bf16", 100 * 10**12, 1000): 2, ("fp32", 0, 10**12): 3})
+    time = time_of({("bf16", 100 * 10**12, 1000): 1, ("fp8", 100 * 10**12, 1000): 2, ("fp32", 0, 10**12): 3})
     assert time.matmuls_s == pytest.approx(2 / FLOPS_EFFICIENCY)
     assert time.memory_s == pytest.approx(3 / BANDWIDTH_EFFICIENCY)
     assert time.total_s == pytest.approx(time.matmuls_s + time.memory_s)

@@ -44,7 +44,8 @@ def test_an_unknown_device_is_one_line_with_the_nearest_name(text, hint):
 @pytest.mark.parametrize("name", ACCELERATORS)
 def test_the_figures_of_a_device_have_a_source_and_the_units_of_the_table(name):
     spec = ACCELERATORS[name]
-    assert len(spec.source) > 20 and set(spec.flops) == {"bf16", "fp32"}
+    assert len(spec.source) > 20 and set(spec.flops) - {"fp8"} == {"bf16", "fp32"}
+    assert 1.95 < spec.flops.get("fp8", 2 * spec.flops["bf16"]) / spec.flops["bf16"] < 2.05
     assert 5e13 < spec.flops["bf16"] < 1e16 and spec.flops["fp32"] < spec.flops["bf16"]
     assert 1e11 < spec.memory_bandwidth < 1e13 and 20 < spec.memory_gib < 300
     assert spec.inter_node_bandwidth <= spec.intra_node_bandwidth <= spec.memory_bandwidth

@@ -60,6 +60,13 @@ CONTROLS = {
         ["--lora.rank", "4", "--checkpoint.init_from", "{hf_model}"],
         {"gradients averaged", "gradients of replicated adapter matrices"},
     ),
+    "adapters on a base in 4 bits": (
+        [
+            *("--lora.rank", "4", "--lora.base_dtype", "nf4_double", "--checkpoint.init_from", "{hf_wide}"),
+            *("--model.overrides.dim", "128", "--model.overrides.hidden_dim", "128"),
+        ],
+        {"gradients averaged", "gradients of replicated adapter matrices", "scales of quantized", "codes of quantized"},
+    ),
     "adapters of experts": (
         ["--model.huggingface", "{hf_mixture}", "--lora.rank", "4", "--checkpoint.init_from", "{hf_mixture}"],
         {
@@ -79,6 +86,10 @@ CONTROLS = {
     "muon and z-loss": (
         ["--optimizer.name", "muon", "--training.z_loss", "0.01"],
         {"gradients averaged", "gradients of replicated norms", "shards orthogonalized", "z-loss of"},
+    ),
+    "float8": (
+        ["--training.float8", "rowwise", "--model.overrides.dim", "64"],
+        {"gradients averaged", "gradients of replicated norms", "float8 scales"},
     ),
     "experts": (
         ["--model.name", "deepseek-v3", "--experts.balance_loss", "0.1", "--experts.bias_rate", "0.1"],
@@ -105,6 +116,20 @@ def hf_mixture(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="module")
+def hf_wide(tmp_path_factory):
+    """A folder with a small Llama model whose rows are multiples of 64, also on two tensor-parallel ranks."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        **{"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 2048},
+        **{"num_attention_heads": 8, "num_key_value_heads": 4, "rms_norm_eps": 1e-5, "rope_theta": 500_000.0},
+    )
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("hf_wide")
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
 def test_every_injected_bug_has_a_run():
     expected = {start for _, starts in CONTROLS.values() for start in starts}
     assert [name for name in BUGS if not name.startswith(tuple(expected))] == []
@@ -112,10 +137,10 @@ def test_every_injected_bug_has_a_run():
 
 @pytest.mark.parametrize("case", CONTROLS)
 def test_every_injected_bug_is_caught_and_names_a_wrong_parameter(
-    monkeypatch, tiny, hf_model, hf_mixture, tmp_path, capsys, case
+    monkeypatch, tiny, hf_model, hf_mixture, hf_wide, tmp_path, capsys, case
 ):
     argv, expected = CONTROLS[case]
-    argv = [word.format(hf_model=hf_model, hf_mixture=hf_mixture) for word in argv]
+    argv = [word.format(hf_model=hf_model, hf_mixture=hf_mixture, hf_wide=hf_wide) for word in argv]
     base = [] if "--config" in argv else tiny
     layout = ["--run.output_folder", str(tmp_path), "--layout", "dp_shard=1"]
     assert main(monkeypatch, *base, *argv, *layout, "--model.overrides.n_layers", "2") == 0
@@ -193,6 +218,9 @@ LINES = {
     ("--reference", "transformers", "--model.name", "olmoe", "--experts.balance_loss", "0.1"): (
         "--experts.balance_loss 0.1: must be 0 with --reference transformers: transformers defines the losses of routers "
         "otherwise"
+    ),
+    ("--reference", "transformers", "--training.float8", "rowwise"): (
+        "--training.float8 rowwise: must be none with --reference transformers, which has no float8"
     ),
     ("--steps", "3", "--reference", "transformers"): (
         "--steps 3 has no effect: --reference transformers compares the first step"

@@ -1,21 +1,22 @@
 """Application of adapters (trainer/adapters/select.py) to a model, whose matrices may be sharded."""
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from models.context import Context
 from models.grouped import grouped_product
 from models.moe import Experts
-from trainer.adapters.select import LORA_A, LORA_B, TrainedParameters, adapter_shapes, matrices_of, weight_of
+from trainer.adapters.nf4 import placed_like
+from trainer.adapters.select import LORA_A, LORA_B, TrainedParameters, matrices_of
 from trainer.config import LoraConfig
 from trainer.runtime.device import DTYPES
-from trainer.runtime.dtensor import to_local
+from trainer.runtime.dtensor import local_factor, to_local
 
 
 class AdapterDropout:
@@ -108,23 +109,30 @@ def apply_lora(model: nn.Module, blocks: str, trained: TrainedParameters, config
     if dropout is not None:
         dropout.attach(model, blocks)
     present = dict(model.named_modules())
-    stacks: dict[Experts, list[str]] = {}
+    stacks: dict[Experts, dict[str, list[tuple[int, ...]]]] = {}
     for weight in trained.adapted:
         name, _, leaf = weight.rpartition(".")
+        shapes = [trained.shapes[matrix] for matrix in matrices_of(weight)]
         if isinstance(module := present.get(name), Experts):
-            stacks.setdefault(module, []).append(leaf)
+            stacks.setdefault(module, {})[leaf] = shapes
         elif module is not None:
             # Without the block's name, because compiled blocks share one graph.
             _, _, name_in_block = name.removeprefix(f"{blocks}.").partition(".")
-            _add_adapter(module, name_in_block, config, dropout)
-    for experts, leaves in stacks.items():
-        _add_expert_adapters(experts, leaves, config)
+            _add_adapter(module, shapes, name_in_block, config, dropout)
+    for experts, shapes_of in stacks.items():
+        _add_expert_adapters(experts, shapes_of, config)
 
 
-def _add_adapter(linear: nn.Linear, module_name: str, config: LoraConfig, dropout: AdapterDropout | None) -> None:
-    weight, base, scale = linear.weight, linear.forward, config.scale
-    rows, columns = weight.shape
-    for name, shape, dim in ((LORA_A, (config.rank, columns), 1), (LORA_B, (rows, config.rank), 0)):
+def _add_adapter(
+    linear: nn.Linear,
+    shapes: Sequence[tuple[int, ...]],
+    module_name: str,
+    config: LoraConfig,
+    dropout: AdapterDropout | None,
+) -> None:
+    """shapes: of the two matrices."""
+    weight, base, scale = placed_like(linear, "weight"), linear.forward, config.scale
+    for name, shape, dim in zip((LORA_A, LORA_B), shapes, (1, 0), strict=True):
         matrix = torch.empty(shape, dtype=DTYPES[config.dtype], device=weight.device)
         if isinstance(weight, DTensor):
             # The matrix with the sharded dim of the weight is sharded like it. The other one is replicated.
@@ -139,7 +147,7 @@ def _add_adapter(linear: nn.Linear, module_name: str, config: LoraConfig, dropou
 
     def forward(x: Tensor) -> Tensor:
         out = base(x)
-        local = to_local if is_replicated and not splits_tokens else _local_factor
+        local = to_local if is_replicated and not splits_tokens else local_factor
         hidden, a, b = (local(t) for t in (x, linear.lora_a, linear.lora_b))
         if dropout is not None and torch.is_grad_enabled():  # not in evaluation
             splits_columns = isinstance(x, DTensor) and x.placements[0].is_shard(x.dim() - 1)
@@ -154,19 +162,21 @@ def _add_adapter(linear: nn.Linear, module_name: str, config: LoraConfig, dropou
     linear.forward = forward
 
 
-def _add_expert_adapters(experts: Experts, leaves: list[str], config: LoraConfig) -> None:
-    """Add adapters to the matrices of each expert, on the rank that holds the expert. leaves: names of the stacked matrices."""
-    for name, shape in adapter_shapes(experts, leaves, config.rank).items():
-        weight = getattr(experts, weight_of(name))
-        stack = torch.empty(shape, dtype=DTYPES[config.dtype], device=weight.device)
-        if isinstance(weight, DTensor):
-            stack = distribute_tensor(stack, weight.device_mesh, weight.placements, src_data_rank=None)
-        experts.register_parameter(name, nn.Parameter(stack))
+def _add_expert_adapters(experts: Experts, shapes: Mapping[str, Sequence[tuple[int, ...]]], config: LoraConfig) -> None:
+    """Add adapters to the matrices of each expert, on the rank that holds the expert. shapes: name of stacked matrices -> shapes
+    of the two stacks of the adapters, of all ranks."""
+    for leaf, of_adapter in shapes.items():
+        weight = placed_like(experts, leaf)
+        for name, shape in zip(matrices_of(leaf), of_adapter, strict=True):
+            stack = torch.empty(shape, dtype=DTYPES[config.dtype], device=weight.device)
+            if isinstance(weight, DTensor):
+                stack = distribute_tensor(stack, weight.device_mesh, weight.placements, src_data_rank=None)
+            experts.register_parameter(name, nn.Parameter(stack))
     base, scale = experts.product, config.scale
 
     def product(name: str, rows: Tensor, counts: Tensor, biases: Tensor | None = None) -> Tensor:
         out = base(name, rows, counts, biases)
-        if name not in leaves:
+        if name not in shapes:
             return out
         a, b = _expert_factors(experts, name)
         return out + grouped_product(grouped_product(rows, a, counts) * scale, b, counts)
@@ -178,12 +188,3 @@ def _expert_factors(experts: Experts, leaf: str) -> tuple[Tensor, Tensor]:
     """Return the stacked matrices of the adapters of this rank's experts, inside their forward."""
     a, b = matrices_of(leaf)
     return getattr(experts, a), getattr(experts, b)
-
-
-def _local_factor(tensor: Tensor) -> Tensor:
-    """Return the local tensor of a factor. Each rank computes only its part of the product, so the gradient of a replicated
-    factor is a sum over the ranks."""
-    if not isinstance(tensor, DTensor):
-        return tensor
-    placements = [Partial() if placement.is_replicate() else placement for placement in tensor.placements]
-    return tensor.to_local(grad_placements=placements)

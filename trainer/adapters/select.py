@@ -19,6 +19,7 @@ from torch import Generator, Tensor, nn
 from models.grouped import ALIGNMENT
 from models.moe import Experts, is_stack
 from models.spec import Model, ParallelPlan, multiply_adds
+from trainer.adapters.nf4 import BLOCK
 from trainer.config import ConfigError, LoraConfig
 from trainer.config.fields import matching
 from trainer.runtime.device import DTYPES
@@ -102,6 +103,24 @@ def select_parameters(model: nn.Module, plan: ParallelPlan, config: LoraConfig) 
         message = f"must be 0 with adapters of experts, such as {stack}, which have no dropout; see [lora] targets"
         raise ConfigError("lora.dropout", message)
     return TrainedParameters(fully, adapter_shapes(model, weights, config.rank))
+
+
+def select_quantized(
+    model: nn.Module, plan: ParallelPlan, trained: TrainedParameters, config: LoraConfig
+) -> frozenset[str]:
+    """Return the names of the weights that [lora] base_dtype keeps in 4 bits. model: the complete model, without adapters. Raises
+    ConfigError if one of them is trained, or has rows that are not a multiple of a block."""
+    if config.base_dtype == "keep":
+        return frozenset()
+    names = [name for name in adaptable_weights(model) if name.startswith(f"{plan.blocks_path}.")]
+    if fully := [target_of(name) for name in names if name in trained.fully]:
+        message = f"{fully[0]} is trained, but [lora] base_dtype = {config.base_dtype} keeps its weight in 4 bits"
+        raise ConfigError("lora.train_fully", message)
+    columns = {name: model.get_parameter(name).shape[-1] for name in names}
+    if uneven := [name for name in names if columns[name] % BLOCK]:
+        message = f"needs rows of a multiple of {BLOCK} values, but those of {uneven[0]} have {columns[uneven[0]]}"
+        raise ConfigError("lora.base_dtype", message)
+    return frozenset(names)
 
 
 @contextmanager

@@ -10,7 +10,14 @@ import torch
 from torch import Tensor
 
 from models.spec import ModelSpec, meta_model
-from trainer.adapters.select import TrainedParameters, adaptable_weights, adapter_shapes, matrices_of
+from trainer.adapters import nf4
+from trainer.adapters.select import (
+    TrainedParameters,
+    adaptable_weights,
+    adapter_shapes,
+    matrices_of,
+    select_quantized,
+)
 from trainer.checkpoint import manifest, resume
 from trainer.checkpoint.commit import Tensors, load_into
 from trainer.checkpoint.huggingface import TEXT_MODEL
@@ -119,9 +126,18 @@ class AdapterSource:
     adapter: AdapterCheckpoint
     base: WeightSource
     hf_folder: ClassVar[None] = None
+    quantized: frozenset[str] = frozenset()
+    """Names of the weights whose rows are those of the base model in 4 bits with which the adapter was trained."""
 
     @classmethod
-    def open(cls, checkpoint: Path, base: Path | None, alone: bool = False, averaged: bool = False) -> "AdapterSource":
+    def open(
+        cls,
+        checkpoint: Path,
+        base: Path | None,
+        alone: bool = False,
+        averaged: bool = False,
+        into_quantized: bool = False,
+    ) -> "AdapterSource":
         """Verify both folders, collectively unless only this rank opens them.
 
         Args:
@@ -129,6 +145,7 @@ class AdapterSource:
             base: Folder of the base model, or of the run that trained it. None: the one that the checkpoint names.
             alone: Whether only this rank opens the folders.
             averaged: Whether to read the averaged weights of the adapter.
+            into_quantized: See open_weights.
 
         Raises:
             ConfigError: One of the folders is damaged, or the base is not that of the adapter.
@@ -142,7 +159,14 @@ class AdapterSource:
         source = WeightSource.open(folder, adapter.spec, alone)
         if source.digest() != adapter.base_digest:
             raise ConfigError("", f"{folder} is not the base model with which {checkpoint} was trained")
-        return cls(adapter=adapter, base=source)
+        quantized: frozenset[str] = frozenset()
+        if into_quantized:
+            model = meta_model(adapter.spec.model, adapter.sizes)
+            quantized = select_quantized(model, model.plan(), adapter.trained, adapter.config)
+            if not quantized:
+                reason = f"because {checkpoint} was trained on a base model that is not quantized"
+                raise ConfigError("", f"--into quantized has no effect, {reason}")
+        return cls(adapter=adapter, base=source, quantized=quantized)
 
     @property
     def folder(self) -> Path:
@@ -169,13 +193,17 @@ class AdapterSource:
         if parameter in self.adapter.trained.fully:
             return self.adapter.read(name, start, stop)
         rows = self.base.rows(name, start, stop)
+        if parameter in self.quantized:
+            rows = nf4.round_trip(rows, self.adapter.config.base_dtype == "nf4_double")
         if matrices_of(parameter)[0] in self.adapter.trained.shapes:
             rows = rows + self.adapter.product(name, slice(start, stop), slice(None))
         return rows
 
     @torch.no_grad()
     def load_into(self, parameters: Tensors) -> None:
-        """Load the parameters in place, collectively unless `alone`. Each rank reads only its shards of the base model."""
+        """Load the parameters in place, collectively unless `alone`. Each rank reads only its shards of the base model, which is
+        not quantized."""
+        assert not self.quantized
         fully = self.adapter.trained.fully
         self.base.load_into({name: p for name, p in parameters.items() if name not in fully})
         own = {f"model/{name}": p for name, p in parameters.items() if name in fully}
@@ -188,7 +216,11 @@ class AdapterSource:
 
 
 def open_weights(
-    folder: Path, base: Path | None = None, alone: bool = False, averaged: bool = False
+    folder: Path,
+    base: Path | None = None,
+    alone: bool = False,
+    averaged: bool = False,
+    into_quantized: bool = False,
 ) -> WeightSource | AdapterSource:
     """Open a model that can be loaded or exported, collectively unless `alone` is true.
 
@@ -197,12 +229,14 @@ def open_weights(
         base: Folder of the base model, if the checkpoint contains an adapter and the base has moved.
         alone: Whether only this rank opens the model.
         averaged: Whether to read the averages of the run ([optimizer] ema_decay) instead of its last weights.
+        into_quantized: Whether the adapter is merged into the quantized base model with which it was trained, instead of the
+            original one. Its rows can then be read, but not loaded into a model.
 
     Raises:
         ConfigError: The folder contains no model that can be read.
     """
     if is_adapter(folder):
-        return AdapterSource.open(folder, base, alone, averaged)
+        return AdapterSource.open(folder, base, alone, averaged, into_quantized)
     if base is not None:
         raise ConfigError("", f"--base {base} has no effect, because {folder} contains no adapter")
     return WeightSource.open(folder, alone=alone, averaged=averaged)

@@ -16,7 +16,7 @@ checkpoints/
 
 import shutil
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -223,9 +223,15 @@ def load_into(
     """
     require_match(folder, index, tensors, cast=cast, problems=problems)
     targets = {name: local_region(tensor) for name, tensor in tensors.items()}
+    read_on_all_ranks(folder, lambda: storage.read_regions(folder, index, targets, read), alone)
+
+
+def read_on_all_ranks(folder: Path, read: Callable[[], None], alone: bool = False) -> None:
+    """Call `read`, which reads this rank's shards from the folder. Collective unless `alone`. Raises ConfigError on all ranks if
+    one of them finds damaged files."""
     damage = ""
     try:
-        storage.read_regions(folder, index, targets, read)
+        read()
     except CorruptError as error:
         damage = str(error)
     except Exception as error:

@@ -47,7 +47,14 @@ class HfExport:
     """Whether the weights are the averages of the run."""
 
     @classmethod
-    def open(cls, checkpoint: Path, dtype: torch.dtype, base: Path | None = None, averaged: bool = False) -> "HfExport":
+    def open(
+        cls,
+        checkpoint: Path,
+        dtype: torch.dtype,
+        base: Path | None = None,
+        averaged: bool = False,
+        into_quantized: bool = False,
+    ) -> "HfExport":
         """Read the checkpoint.
 
         Args:
@@ -55,11 +62,12 @@ class HfExport:
             dtype: Of the exported weights.
             base: As in open_weights.
             averaged: Whether to export the averaged weights.
+            into_quantized: As in open_weights.
 
         Raises:
             ConfigError: The checkpoint is damaged, or contains no such weights.
         """
-        weights = open_weights(checkpoint, base, alone=True, averaged=averaged)
+        weights = open_weights(checkpoint, base, alone=True, averaged=averaged, into_quantized=into_quantized)
         with manifest.damage_as_config_error(checkpoint):
             model = ModelMetadata.read(checkpoint)
         return cls(checkpoint, dtype, weights, model, exported_files(checkpoint, model), averaged)

@@ -16,7 +16,7 @@ from models.config_json import text_config
 from models.huggingface import StoredStack, text_name
 from models.sizes import text_of
 from models.spec import ModelSpec, meta_model, saved_weights
-from trainer.checkpoint import manifest
+from trainer.checkpoint import fp8, manifest
 from trainer.checkpoint.manifest import CorruptError
 from trainer.checkpoint.model_metadata import GENERATION_CONFIG, ModelMetadata, require_parameters
 from trainer.checkpoint.mxfp4 import GROUP, PackedStack, decode, packed_stacks
@@ -72,8 +72,9 @@ def require_model_folder(folder: Path) -> None:
         raise ConfigError("", f"{folder}: this folder is not a Hugging Face model, because it has no config.json")
 
 
-def _stored_tensors(folder: Path) -> dict[str, TensorMetadata]:
-    """Return tensor name in Hugging Face's format -> dtype, shape and file."""
+def _stored_tensors(folder: Path, with_fp8: bool) -> dict[str, TensorMetadata]:
+    """Return tensor name in Hugging Face's format -> dtype, shape and file. with_fp8: whether tensors may be float8."""
+    dtypes = DTYPE_OF | {"F8_E4M3": fp8.VALUES} if with_fp8 else DTYPE_OF
     files, index = {"": "model.safetensors"}, "model.safetensors.index.json"
     if (folder / index).exists():
         files = read_object(folder / index).get("weight_map")
@@ -87,10 +88,10 @@ def _stored_tensors(folder: Path) -> dict[str, TensorMetadata]:
                     raise CorruptError(f"{stored[name].chunks[0].file} and {path.name} both contain {name}")
                 tensor = tensors.get_slice(name)
                 shape = tuple(tensor.get_shape())
-                if tensor.get_dtype() not in DTYPE_OF:
+                if tensor.get_dtype() not in dtypes:
                     raise CorruptError(f"{path.name}: {name} has the unsupported dtype {tensor.get_dtype()}")
                 chunk = Chunk(path.name, (0,) * len(shape), shape)
-                stored[name] = TensorMetadata(DTYPE_OF[tensor.get_dtype()], shape, (chunk,))
+                stored[name] = TensorMetadata(dtypes[tensor.get_dtype()], shape, (chunk,))
     return stored
 
 
@@ -189,6 +190,8 @@ class HfModelFolder:
     """Name of a tensor of the text model -> its name in the files."""
     packed: Mapping[str, PackedStack]
     """Name in the files -> tensor that is stored in the format MXFP4."""
+    scaled: Mapping[str, fp8.ScaledMatrix]
+    """Name in the files -> matrix that is stored in the format FP8."""
     index: Mapping[str, TensorMetadata]
     """Name of a parameter or buffer of this project -> dtype, shape and file."""
     ignored: Collection[str] = ()
@@ -201,19 +204,21 @@ class HfModelFolder:
         require_model_folder(folder)
         with manifest.damage_as_config_error(folder):
             model = _read_config(folder / "config.json", spec)
-            quantizations = model.spec.huggingface.quantizations
+            block = fp8.block_size(model.config)
+            quantizations = {*model.spec.huggingface.quantizations, *["fp8"] * (block is not None)}
             if problem := quantization_problem(model.config, quantizations) or weights_problem(folder):
                 raise ConfigError("", f"{folder} {problem}")
-            stored = _stored_tensors(folder)
-            # All supported methods of quantization have this format.
-            packed = packed_stacks(stored) if quantizations else {}
+            stored = _stored_tensors(folder, with_fp8=block is not None)
+            scaled = {} if block is None else fp8.scaled_matrices(stored, block)
+            packed = packed_stacks(stored) if "mxfp4" in quantizations else {}
             if packed and not model.config.get("quantization_config"):
                 first = next(iter(packed.values()))
                 problem = f"{first.blocks} has the format MXFP4, but config.json has no quantization_config"
                 raise ConfigError("", f"cannot load {folder}: {problem}")
             parts = {name for stack in packed.values() for name in (stack.blocks, stack.scales)}
+            parts |= {matrix.scales for matrix in scaled.values()}
             stored = {name: tensor for name, tensor in stored.items() if name not in parts}
-            stored |= {name: stack.decoded for name, stack in packed.items()}
+            stored |= {name: tensor.decoded for name, tensor in (packed | scaled).items()}
             keys = _text_names(stored)
             ignored = [module for module in model.skipped if any(key.startswith(f"{module}.") for key in keys)]
             prefixes = tuple(f"{module}." for module in ignored)
@@ -229,6 +234,7 @@ class HfModelFolder:
             seq_len=model.seq_len,
             keys=keys,
             packed=packed,
+            scaled=scaled,
             index=index,
             ignored=ignored,
         )
@@ -241,7 +247,7 @@ class HfModelFolder:
     def files(self) -> list[str]:
         """Return the names of the files with weights that are read."""
         files = {chunk.file for stored in self.index.values() for chunk in stored.chunks}
-        return sorted(files | {stack.scales_file for stack in self.packed.values()})
+        return sorted(files | {tensor.scales_file for tensor in (*self.packed.values(), *self.scaled.values())})
 
     @cached_property
     def first_rows(self) -> Mapping[str, int]:
@@ -271,11 +277,19 @@ class HfModelFolder:
         hf, head_dim = self.spec.huggingface, self.sizes.head_dim
         if (stack := hf.stack_of(name)) is not None:
             return self._read_stacked(tensors, name, stack, *ranges)
-        tensor, group = tensors.get_slice(self.keys[hf.name(name)]), head_dim if hf.is_permuted(name) else 1
+        key, group = self.keys[hf.name(name)], head_dim if hf.is_permuted(name) else 1
         start, stop = (row + self.first_rows[name] for row in (ranges[0].start, ranges[0].stop))
         first, last = start // group * group, -(-stop // group) * group
-        rows = hf.restore(name, tensor[(slice(first, last), *ranges[1:])], head_dim)
+        rows = hf.restore(name, self._read_stored(tensors, key, (slice(first, last), *ranges[1:])), head_dim)
         return rows[start - first : stop - first]
+
+    def _read_stored(self, tensors: Any, key: str, ranges: tuple[slice, ...]) -> Tensor:
+        """Return ranges of a stored tensor. key: name in the files."""
+        values = tensors.get_slice(key)[ranges]
+        if (matrix := self.scaled.get(key)) is None:
+            return values
+        with open_tensors(self.folder / matrix.scales_file) as others:
+            return fp8.decode(values, others.get_tensor(matrix.scales), matrix.block, *ranges)
 
     def _read_stacked(
         self, tensors: Any, name: str, stack: StoredStack, rows: slice, columns: slice | None = None

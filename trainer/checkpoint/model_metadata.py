@@ -44,7 +44,8 @@ class ModelMetadata:
     pattern: str = ""
     """Setting [tokenizer] pattern, if the tokenizer is a tiktoken file."""
     lora: Mapping[str, Any] = field(default_factory=dict)
-    """If the checkpoint contains an adapter: its settings rank, alpha and rslora, and the path and the hash of its base model."""
+    """If the checkpoint contains an adapter: its settings rank, alpha, rslora and base_dtype, and path and hash of its base
+    model."""
 
     def text(self) -> str:
         return json.dumps(asdict(self), indent=1)

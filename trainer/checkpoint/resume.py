@@ -13,6 +13,7 @@ from trainer.checkpoint import manifest
 from trainer.checkpoint.commit import first_problem
 from trainer.checkpoint.manifest import CorruptError
 from trainer.config import ConfigError, errors_about
+from trainer.config.fields import settings
 from trainer.config.model_source import best_checkpoint, list_checkpoints
 from trainer.config.render import differing_settings, setting_texts
 from trainer.runtime.distributed import run_on_rank_0
@@ -119,8 +120,11 @@ def _read_state(checkpoint: Path) -> TrainState:
 def require_compatible(saved: ResumePoint, now: Mapping[str, Any]) -> None:
     """Raise a ConfigError that lists the differences from the saved fingerprint, if there are any. now: all or part of the
     current fingerprint."""
-    before = saved.state.fingerprint
-    now = json.loads(json.dumps(now))  # tuples become lists, as in the checkpoint
+    declared = settings()
+    # A checkpoint that is older than a setting was saved with its default.
+    defaults = {key: declared[key].default for key in now if key in declared}
+    now, defaults = json.loads(json.dumps([now, defaults]))  # tuples become lists, as in the checkpoint
+    before = defaults | saved.state.fingerprint
     keys = [key for key, value in sorted(now.items()) if before.get(key) != value and key != FAMILY]
     if not keys:
         return

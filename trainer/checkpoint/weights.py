@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from models.spec import ModelSpec
+from trainer.adapters.nf4 import QuantizedWeight
 from trainer.checkpoint import commit, manifest, resume
 from trainer.checkpoint.commit import Tensors, require_match
 from trainer.checkpoint.huggingface import HfModelFolder
@@ -122,12 +123,19 @@ class WeightSource:
         digests = [own] if self.alone else all_gather_objects(own)
         return digest(json.dumps(sorted(chain(*digests))).encode())
 
-    def load_into(self, parameters: Tensors, resize: bool = False) -> None:
+    def load_into(
+        self, parameters: Tensors, resize: bool = False, quantized: Mapping[str, QuantizedWeight] = {}
+    ) -> None:
         """Load the parameters in place, collectively unless `alone`. Each rank reads only its shards.
 
-        resize: whether the vocabulary may be larger than the stored one; it needs all ranks. Additional rows are set to the mean
-        of the stored rows (Hewitt 2021, "Initializing New Word Embeddings"). Raises ConfigError if a parameter is missing or has
-        another shape.
+        Args:
+            parameters: By name.
+            resize: Whether the vocabulary may be larger than the stored one; it needs all ranks. Additional rows are set to the
+                mean of the stored rows (Hewitt 2021, "Initializing New Word Embeddings").
+            quantized: Weights that are quantized while they are read.
+
+        Raises:
+            ConfigError: A parameter is missing or has another shape.
         """
         wanted = {f"model/{name}": parameter for name, parameter in parameters.items()}
         grown = {name for name, parameter in wanted.items() if self.is_smaller(name, parameter)}
@@ -137,6 +145,19 @@ class WeightSource:
             if name in grown:
                 self._load_resized(name, wanted.pop(name), mean)
         commit.load_into(self.folder, self.index, wanted, self.read, cast=True, alone=self.alone)
+
+        def quantize() -> None:
+            for name, weight in quantized.items():
+                weight.fill(partial(self._region, f"model/{name}"))
+
+        commit.read_on_all_ranks(self.folder, quantize, self.alone)
+
+    def _region(self, key: str, region: tuple[slice, ...]) -> Tensor:
+        """Return a region of a stored parameter. key: name in the index. Raises CorruptError."""
+        stored = self.index[key]
+        values = torch.empty([r.stop - r.start for r in region], dtype=stored.dtype)
+        read_regions(self.folder, {key: stored}, {key: (values, region)}, self.read)
+        return values
 
     def is_smaller(self, key: str, parameter: Tensor) -> bool:
         """Return whether the stored parameter lacks only rows of the vocabulary. key: name in the index."""
@@ -171,7 +192,11 @@ def names_loaded(config: CheckpointConfig, names: Collection[str]) -> set[str]:
 
 
 def load_initial_weights(
-    config: CheckpointConfig, weights: WeightSource, parameters: Tensors, names: Collection[str]
+    config: CheckpointConfig,
+    weights: WeightSource,
+    parameters: Tensors,
+    quantized: Mapping[str, QuantizedWeight],
+    names: Collection[str],
 ) -> None:
     """Load this rank's parameters from checkpoint.init_from, collectively.
 
@@ -179,6 +204,7 @@ def load_initial_weights(
         config: What is loaded.
         weights: Result of open_initial_weights.
         parameters: Those of this rank.
+        quantized: Weights of this rank that are kept in 4 bits.
         names: Those of the complete model's parameters. Others, such as those of adapters, are not loaded.
 
     Raises:
@@ -187,7 +213,7 @@ def load_initial_weights(
     included = names_loaded(config, names)
     with errors_about("checkpoint.init_from"):
         wanted = {name: p for name, p in parameters.items() if name in included}
-        weights.load_into(wanted, resize=config.resize_embeddings)
+        weights.load_into(wanted, config.resize_embeddings, quantized)
     dist.barrier()
 
 

@@ -39,12 +39,13 @@ _SIZES = "model.name and model.size choose a published model; an override change
 _AUTO = "not needed: "
 _NONE = "not supported: "
 _ON = "true is full, or selective to recompute less"
+_FLOAT8 = "tensorwise or rowwise, with training.float8_exclude; the output stays in training.compute_dtype"
 _FP16 = "bf16 or fp32; bf16 has the range of fp32, so that no loss is scaled; fp16 is not supported"
 _TOKENIZER = "a tokenizer's file, or the folder with its tokenizer.json"
 _SHARD = "parameters, gradients and moments are sharded over all ranks by default (FSDP)"
 _DATASET = "with data.dataset, such as chat, jsonl, parquet or huggingface (by name)"
 _MODEL = "or --from FOLDER, which gives model, initial weights, tokenizer and chat template"
-_QUANTIZED = "a base model in 4 or 8 bits; lora.rank with training.parameter_dtype = bf16 needs the least memory"
+_NF4 = "nf4, with lora.rank; the base is quantized while it is loaded"
 _LONG = "the sample length; data.long_documents = truncate cuts longer documents"
 _SEND = "a list such as console,jsonl,wandb"
 _FLASH = "attention runs in the fastest kernel of torch (scaled_dot_product_attention)"
@@ -95,9 +96,25 @@ FOREIGN: Mapping[str, Foreign] = {
     "mixed_precision": Foreign("", "training.compute_dtype", _DTYPE),
     "mixed_precision_param": Foreign("T", "training.compute_dtype", _DTYPE),
     "mixed_precision_reduce": Foreign("T", "parallel.reduce_dtype"),
-    "fp8": Foreign("nM", "", _NONE + "float8; training.compute_dtype is bf16 or fp32"),
-    "load_in_4bit": Foreign("Ha", "", _NONE + _QUANTIZED),
-    "load_in_8bit": Foreign("Ha", "", _NONE + _QUANTIZED),
+    "fp8": Foreign("naM", "training.float8", _FLOAT8),
+    "fp8_format": Foreign("M", "training.float8", _FLOAT8),
+    "fp8_recipe": Foreign("nM", "training.float8", _FLOAT8),
+    "enable_fp8_training": Foreign("t", "training.float8", _FLOAT8),
+    "fp8_recipe_name": Foreign("t", "training.float8", _FLOAT8),
+    "recipe_name": Foreign("T", "training.float8", _FLOAT8),
+    "converters": Foreign("T", "training.float8", _FLOAT8),
+    "filter_fqns": Foreign("T", "training.float8_exclude", "patterns of complete names, such as *.wk"),
+    "enable_fsdp_float8_all_gather": Foreign("T", "", _NONE + "parameters are gathered in training.compute_dtype"),
+    "fp8_enable_fsdp_float8_all_gather": Foreign("a", "", _NONE + "parameters are gathered in training.compute_dtype"),
+    "precompute_float8_dynamic_scale_for_fsdp": Foreign("T", "", _AUTO + "scales need no communication"),
+    "fp8_amax_history_len": Foreign("M", "", _AUTO + "a scale is that of the present values"),
+    "load_in_4bit": Foreign("Ha", "lora.base_dtype", _NF4),
+    "bnb_4bit_quant_type": Foreign("Ha", "lora.base_dtype", _NF4),
+    "bnb_4bit_use_double_quant": Foreign("Ha", "lora.base_dtype", "nf4_double"),
+    "bnb_4bit_compute_dtype": Foreign("Ha", "training.compute_dtype", _DTYPE),
+    "bnb_4bit_quant_storage": Foreign("Ha", "", _AUTO + "codes and scales are always bytes, which FSDP does not cast"),
+    "quantize_base": Foreign("t", "lora.base_dtype", _NF4),
+    "load_in_8bit": Foreign("Ha", "", _NONE + "a base model in 8 bits; lora.base_dtype = nf4 needs less memory"),
     # ---------------------------------------------------------------- optimizer and learning rate
     "learning_rate": Foreign("Ha", "optimizer.lr"),
     "max_lr": Foreign("", "optimizer.lr"),
@@ -370,7 +387,15 @@ VALUES: Mapping[str, Mapping[str, str]] = {
         **dict.fromkeys(("bfloat16", "torch.bfloat16", "bf16-mixed"), "write bf16"),
         **dict.fromkeys(("float32", "torch.float32", "float", "32", "tf32"), "write fp32"),
         **dict.fromkeys(("float16", "fp16", "half", "torch.float16"), "bf16 has the range of fp32, unlike fp16"),
-        **dict.fromkeys(("float8", "fp8", "int8", "mxfp8"), "products of 8 bits are not supported"),
+        **dict.fromkeys(("float8", "fp8"), "write bf16, with [training] float8 = tensorwise"),
+        **dict.fromkeys(("int8", "mxfp8", "nvfp4"), "such products are not supported; see [training] float8"),
+    },
+    "training.float8": {
+        **dict.fromkeys(("true", "on", "dynamic", "hybrid", "float8", "fp8"), "write tensorwise"),
+        **dict.fromkeys(("axiswise", "e4m3"), "write rowwise"),
+        "rowwise_with_gw_hp": "rowwise computes the gradients of weights in float8 too",
+        **dict.fromkeys(("delayed", "blockwise", "mxfp8", "nvfp4"), "such scales are not supported"),
+        **dict.fromkeys(("false", "off"), "write none"),
     },
     "optimizer.name": {
         **dict.fromkeys(
@@ -385,6 +410,11 @@ VALUES: Mapping[str, Mapping[str, str]] = {
         "wsd": "write warmup_stable_decay",
         "warmup-stable-decay": "write warmup_stable_decay",
         "cosine_with_min_lr": "write cosine, with [lr_schedule] min_lr_ratio",
+    },
+    "lora.base_dtype": {
+        **dict.fromkeys(("true", "4bit", "int4", "nf4tensor", "qlora"), "write nf4"),
+        **dict.fromkeys(("false", "none", "bf16", "bfloat16", "fp32"), "write keep, with [training] parameter_dtype"),
+        **dict.fromkeys(("fp4", "int8", "8bit", "mxfp4"), "nf4 is the only format of a quantized base"),
     },
     "data.packing": {
         "true": "write best-fit, with [data] document_mask = true",

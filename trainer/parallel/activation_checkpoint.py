@@ -29,6 +29,7 @@ SAVEABLE_OPS = {
         aten.mm.default,
         aten.addmm.default,
         aten.bmm.default,
+        aten._scaled_mm.default,
         GROUPED_PRODUCT,
     ),
     "attention": (
@@ -167,10 +168,11 @@ def run_hooks_outside_checkpoint(module: nn.Module) -> None:
     The recomputation must repeat the operators of forward, but a gather is not repeated if its result still exists."""
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
         for key, hook in hooks.items():
-            hooks[key] = partial(_call_outside_checkpoint, hook)
+            hooks[key] = partial(call_outside_checkpoint, hook)
 
 
-def _call_outside_checkpoint(hook: Callable, *args: Any, **kwargs: Any) -> Any:
+def call_outside_checkpoint(function: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Return the function's result, hidden from selective recomputation: its operators are neither saved nor counted."""
     is_inside = isinstance(_get_current_dispatch_mode(), _CachingTorchDispatchMode | _CachedTorchDispatchMode)
     with _pop_mode_temporarily() if is_inside else nullcontext():
-        return hook(*args, **kwargs)
+        return function(*args, **kwargs)

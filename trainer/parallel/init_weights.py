@@ -62,7 +62,7 @@ def initialize(
             buffer.fill_(model.get_submodule(owner).BUFFERS[leaf])
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         for name, parameter in model.named_parameters():
-            if name in loaded:
+            if name in loaded or not parameter.is_floating_point():  # parts of quantized weights are loaded too
                 continue
             local, region = local_region(parameter)
             if local.numel() == 0:

@@ -16,12 +16,12 @@ from trainer.parallel.activation_offload import InputOffloader
 from trainer.parallel.attention import AttentionBackend, apply_attention
 from trainer.parallel.experts import apply_experts
 from trainer.parallel.feed_forward import apply_gated_products
-from trainer.parallel.fsdp import apply_fsdp
+from trainer.parallel.float8 import NO_FLOAT8, Float8, apply_float8
 from trainer.parallel.mesh import Meshes, ParallelDims
 from trainer.parallel.pipeline import Stage, prune_to_stage
 from trainer.parallel.rotation import apply_complex_rotation
+from trainer.parallel.storage import Storage, shards_parameters
 from trainer.parallel.tensor import apply_tensor
-from trainer.parallel.unsharded import cast_parameters
 from trainer.runtime.device import DTYPES
 
 
@@ -33,27 +33,30 @@ def parallelize(
     parallel: ParallelConfig,
     checkpointing: ActivationCheckpointConfig,
     compiled: bool,
-    dtype: str,
+    storage: Storage,
     seq_len: int,
     document_mask: bool,
     attention_backend: AttentionBackend,
     adapt: Callable[[nn.Module], None] = lambda model: None,
+    float8: Float8 = NO_FLOAT8,
 ) -> dict[Stage, nn.Module]:
     """Return this rank's stages of the model, on the meta device and sharded by the plan. Without a pipeline, the full model is
     one stage.
 
     The order, and why:
         prune: only the modules of the stage remain.
+        float8: the products that the other steps shard and wrap. The products of adapters are added to them.
         uncompiled blocks: feed-forward layers and rotations get faster forwards, which the other steps wrap.
         tensor parallelism: matrices become DTensors, so all later steps see shards.
         expert parallelism: likewise, on the axis of the experts.
-        adapters: they are sharded like the matrices that they belong to.
+        quantized weights: their parts are sharded like the matrices.
+        adapters: likewise. They are added to the products that they find.
         attention: kernels and masks of this device.
         blocks: recomputation and compilation see sharded matrices. Recomputation is compiled with the block, except full
             activation checkpointing with tensor parallelism: torch 2.13 fails on DTensors in a checkpoint inside a compiled
             block. It also wraps blocks with experts whose graph breaks and, with torch < 2.13, all blocks with experts: there,
             a checkpoint inside the graph saves the experts' results.
-        FSDP: last, because it shards what remains.
+        storage: last, because FSDP shards what remains.
 
     Args:
         make_model: Returns the full model. It is called once for each stage, on the meta device.
@@ -63,22 +66,23 @@ def parallelize(
         parallel: Degrees and schedules.
         checkpointing: What blocks recompute.
         compiled: Whether to compile each block.
-        dtype: Of the computation, "bf16" or "fp32".
+        storage: How parameters are kept, and the dtype of the computation.
         seq_len: Length of a sample, in tokens.
         document_mask: Whether attention ends at document boundaries.
         attention_backend: Attention kernels and masks of the device.
         adapt: Freezes parameters of a stage and adds adapters to it.
+        float8: Linear modules with products in float8.
     """
     tp, cp = meshes.model["tp"], meshes.data["cp"]
     overlapped = parallel.async_tensor_parallel and tp.size() > 1
     configure_compiler(checkpointing, tp.get_group() if overlapped else None)
-    sharded = shards_parameters(meshes.dims, plan, parallel)
     offloader = InputOffloader(torch.device(meshes.model.device_type))
     model_parts = {}
     for stage in stages:
         with torch.device("meta"):
             model = make_model()
         prune_to_stage(model, plan, stage)
+        apply_float8(model, float8)
         blocks = dict(model.get_submodule(plan.blocks_path).named_children())
         forms = block_forms(blocks, meshes.dims, plan, parallel, checkpointing, compiled)
         recompute_gathers = {name for name, form in forms.items() if form.recomputes == "gathers"}
@@ -90,8 +94,11 @@ def parallelize(
             apply_tensor(model, plan, tp, parallel.sequence_parallel, recompute_gathers)
         if meshes.experts is not None:
             apply_experts(model, tp, meshes.experts["ep"], parallel.sequence_parallel)
+        storage.replace_weights(model, meshes)
         adapt(model)
-        apply_attention(model, plan, cp, seq_len, document_mask, DTYPES[dtype], attention_backend, recompute_gathers)
+        apply_attention(
+            model, plan, cp, seq_len, document_mask, DTYPES[storage.dtype], attention_backend, recompute_gathers
+        )
         for name, block in blocks.items():
             form = forms[name]
             is_trained = any(p.requires_grad for p in block.parameters())
@@ -106,10 +113,7 @@ def parallelize(
             )
         if checkpointing.offload_inputs:
             offloader.apply([block for name, block in blocks.items() if forms[name].recomputes == "all"])
-        if sharded:
-            apply_fsdp(model, plan, meshes, parallel, dtype)
-        else:
-            cast_parameters(model, plan, DTYPES[dtype])
+        storage.provide(model, plan, meshes, parallel)
         model_parts[stage] = model
     return model_parts
 
@@ -164,13 +168,6 @@ def experts_are_one_graph(dims: ParallelDims, plan: ParallelPlan, parallel: Para
     """Return whether a block with experts can be compiled as one graph. Its graph breaks where FSDP gathers the experts, which
     are a unit of their own, and where the host reads the numbers of rows that ranks exchange."""
     return dims.ep == 1 and not shards_parameters(dims, plan, parallel)
-
-
-def shards_parameters(dims: ParallelDims, plan: ParallelPlan, parallel: ParallelConfig) -> bool:
-    """Return whether FSDP manages the parameters. A single data-parallel rank needs FSDP only to shard experts, to offload
-    parameters, or in a pipeline, whose schedules rely on FSDP to accumulate gradients."""
-    shards_experts = plan.has_experts and dims.efsdp > 1
-    return dims.dp_replicate * dims.fsdp > 1 or shards_experts or parallel.pp > 1 or parallel.cpu_offload
 
 
 def configure_compiler(checkpointing: ActivationCheckpointConfig, overlapped: ProcessGroup | None) -> None:

@@ -13,11 +13,12 @@ from trainer.parallel.activation_checkpoint import Forward
 
 def cast_parameters(model: nn.Module, plan: ParallelPlan, dtype: torch.dtype) -> None:
     """Make the forward of each block, and of each module in plan.fsdp_units, compute with parameters of this dtype, in place.
+    Parts of quantized weights stay as they are.
 
     Each forward casts the module's parameters. The results replace the parameters in the module until its next forward, because
     recomputation in backward uses them too. Gradients flow to the original parameters, in the original dtype. The two largest
     tables are usually not copied: the head casts the output weight, and an embedding that only selects rows casts its result."""
-    if all(p.dtype == dtype for p in model.parameters()):
+    if all(p.dtype == dtype for p in model.parameters() if p.is_floating_point()):
         return
     outside_blocks = [model.get_submodule(name) for names in plan.fsdp_units for name in names]
     modules = [*model.get_submodule(plan.blocks_path).children(), *outside_blocks]
@@ -38,7 +39,10 @@ def _cast_forward(module: nn.Module, dtype: torch.dtype) -> Forward:
     def casting_forward(*args: Any, **kwargs: Any) -> Tensor:
         if not originals:  # not earlier, because the parameters are allocated after this function is created
             originals.extend(
-                (m._parameters, name, p) for m in module.modules() for name, p in m._parameters.items() if p is not None
+                (m._parameters, name, p)
+                for m in module.modules()
+                for name, p in m._parameters.items()
+                if p is not None and p.is_floating_point()
             )
         for parameters, name, p in originals:
             parameters[name] = p.to(dtype)

@@ -3,12 +3,11 @@
 from dataclasses import dataclass
 from functools import cached_property
 
-from trainer.config import Config, ConfigError
-from trainer.parallel.validate import can_compile
+from trainer.config import Config, ConfigError, TrainingConfig
 from trainer.planning.roofline import StepTime, pipeline_bubble, step_time
-from trainer.planning.simulate import Simulation, simulate, without_compiler
+from trainer.planning.simulate import Simulation, may_compile, simulate, without_compiler
 from trainer.run.resolve import ResolvedRun, resolve
-from trainer.runtime.accelerators import AcceleratorSpec
+from trainer.runtime.accelerators import ACCELERATORS, SHORT_NAMES, AcceleratorSpec
 from trainer.system.process import cores, meminfo
 from trainer.system.units import GIB
 
@@ -23,7 +22,7 @@ def this_machine() -> AcceleratorSpec:
     """Return the memory sizes and rates of this machine as one device. The rates are typical values."""
     memory_gib = meminfo("MemTotal") / GIB
     return AcceleratorSpec(
-        flops={"bf16": 1e11 * cores(), "fp32": 5e10 * cores()},
+        flops={"fp8": 1e10 * cores(), "bf16": 1e11 * cores(), "fp32": 5e10 * cores()},
         memory_gib=memory_gib,
         host_memory_gib=memory_gib,
         host_memory_bandwidth=1e10 * cores(),
@@ -51,6 +50,16 @@ class Hardware:
     def usable_bytes(self) -> float:
         """Number of bytes of device memory that the allocator can use."""
         return self.accelerator.memory_gib * GIB - self.reserved_bytes
+
+    def require_products(self, config: TrainingConfig) -> None:
+        """Raise ConfigError if the device cannot compute the products of a run."""
+        if config.float8 != "none" and "fp8" not in self.accelerator.flops:
+            able = [name for name, full in SHORT_NAMES.items() if "fp8" in ACCELERATORS[full].flops]
+            raise ConfigError(
+                "training.float8", f"the device has no products in these formats; {', '.join(able)} have them"
+            )
+        if config.float8 != "none" and config.compute_dtype != "bf16" and self.is_gpu:
+            raise ConfigError("training.float8", "needs [training] compute_dtype = bf16 on a GPU")
 
 
 @dataclass(frozen=True)
@@ -136,9 +145,7 @@ class RunEstimate:
 
 def margin_bytes(config: Config, hardware: Hardware, peak: float) -> float:
     """Return the number of bytes of device memory that a run with a planned peak should leave free."""
-    compiled = config.compile.enabled
-    if compiled == "auto":  # where there is a C compiler
-        compiled = hardware.is_gpu and can_compile(config.parallel)
+    compiled = may_compile(config) if hardware.is_gpu else config.compile.enabled is True
     extra = COMPILED_EXTRA * peak if compiled and config.activation_checkpoint.mode == "none" else 0.0
     return FRAGMENTATION * hardware.accelerator.memory_gib * GIB + extra
 
@@ -177,6 +184,7 @@ def estimate(config: Config, hardware: Hardware, expert_imbalance: float = 0.0) 
         raise ConfigError(
             "activation_checkpoint.mode", "cannot be planned, because the compiler selects the activations to save"
         )
+    hardware.require_products(config.training)
     resolved = resolve(without_compiler(config), hardware.world_size)
     check_imbalance(expert_imbalance, resolved)
     jobs = [(config, rank) for rank in representative_ranks(resolved)]

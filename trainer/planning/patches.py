@@ -20,7 +20,7 @@ from models.components import CausalAttention
 from models.context import Context
 from trainer.objective import cross_entropy
 from trainer.objective.cross_entropy import chunk_starts
-from trainer.parallel import experts, mesh
+from trainer.parallel import experts, float8, mesh
 from trainer.parallel.attention import AttentionBackend, with_sinks
 from trainer.planning.recorder import Recorder
 from trainer.runtime.host_memory import HostTransfer
@@ -207,3 +207,14 @@ def _fused_norm(x: Tensor, shape: Sequence[int], weight: Tensor, eps: float) -> 
 
 def fused_norms(on_gpu: bool) -> AbstractContextManager:
     return patch.object(F, "rms_norm", _fused_norm) if on_gpu else nullcontext()
+
+
+def _fused_quantize(factor: Tensor, dtype: torch.dtype, by_row: bool) -> tuple[Tensor, Tensor]:
+    """Read a factor for its largest values, then read it and write the rounded one, as the compiler's kernels do."""
+    largest = torch.linalg.vector_norm(factor, torch.inf, -1 if by_row else None, keepdim=by_row).float()
+    return factor.new_empty(factor.shape, dtype=dtype), largest
+
+
+def fused_float8(compiled: bool) -> AbstractContextManager:
+    """Return a context manager that simulates compiled conversions to float8. compiled: whether the run compiles its blocks."""
+    return patch.object(float8, "quantize", _fused_quantize) if compiled else nullcontext()

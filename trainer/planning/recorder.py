@@ -243,6 +243,8 @@ class Recorder(TorchDispatchMode):
         if on_host:
             self.transfer(sum({t.untyped_storage()._cdata: t.nbytes for t in on_host}.values()))
         precision = "bf16" if outputs and outputs[0].dtype == torch.bfloat16 else "fp32"
+        if func is aten._scaled_mm.default:
+            precision = "fp8"
         self.op_costs[(precision, flops, num_bytes)] += self.weight
 
     def _record_collective(self, name: str, args: tuple, inputs: list[Tensor], outputs: list[Tensor]) -> None:

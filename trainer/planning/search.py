@@ -73,6 +73,7 @@ def _powers_of_two(limit: int) -> list[int]:
 def candidates(config: Config, hardware: Hardware) -> list[Candidate]:
     """Return every legal layout with every mode of activation checkpointing. tp is at most a node's size; cp is as configured; ep
     is 1 for a model without experts."""
+    hardware.require_products(config.training)
     limit_tp = min(hardware.accelerator.gpus_per_node, hardware.world_size)
     _, sizes = resolve_model(config.model)
     n_experts = sizes.n_experts if isinstance(sizes, MixtureSizes) else 1
@@ -196,7 +197,7 @@ def _likely_memory(candidate: Candidate, block_bytes: float) -> float:
     resolved, config = candidate.resolved, candidate.config
     dims, stages = resolved.dims, stages_per_rank(config.parallel)
     per_rank = dims.tp * dims.pp * dims.fsdp
-    frozen = 0 if config.lora.rank is None else resolved.num_parameters
+    frozen = 0 if config.lora.rank is None else resolved.base_bytes
     trained, experts = resolved.num_trained // per_rank, _num_trained_of_experts(resolved) // per_rank
     state, _ = minimum_memory(config, resolved, trained, frozen // per_rank, experts)
     # Warm-up microbatches of 1F1B and of interleaved 1F1B (Narayanan et al. 2021).

@@ -25,11 +25,13 @@ from trainer.engine import Engine, build_model_parts, build_objective
 from trainer.parallel.attention import CPU_BACKEND
 from trainer.parallel.mesh import Meshes
 from trainer.parallel.pipeline import SCHEDULES, stages_per_rank
+from trainer.parallel.validate import can_compile
 from trainer.planning.patches import (
     FAKE_GPU_KERNELS,
     annotate_fsdp,
     assumed_splits,
     bound_loss_chunks,
+    fused_float8,
     fused_norms,
     ignore_sharding_trials,
     own_groups,
@@ -157,6 +159,11 @@ def without_compiler(config: Config) -> Config:
     return replace(config, compile=CompileConfig(enabled=False), parallel=parallel)
 
 
+def may_compile(config: Config) -> bool:
+    """Return whether a run compiles its blocks on a GPU, if the node has a C compiler."""
+    return config.compile.enabled is True or (config.compile.enabled == "auto" and can_compile(config.parallel))
+
+
 def _simulate(job: tuple[Config, int], world_size: int, on_gpu: bool, imbalance: float = 0.0) -> Simulation:
     config, rank = without_compiler(job[0]), job[1]
     resolved = resolve(config, world_size)
@@ -171,6 +178,7 @@ def _simulate(job: tuple[Config, int], world_size: int, on_gpu: bool, imbalance:
     with (
         FakeTensorMode(allow_non_fake_inputs=True) as fake,
         fused_norms(on_gpu),
+        fused_float8(on_gpu and may_compile(job[0])),
         bound_loss_chunks(recorder),
         assumed_splits(imbalance),
         record_host_buffers() as buffers,

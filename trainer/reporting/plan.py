@@ -28,8 +28,8 @@ def plan_memory(run: Run) -> Plan | str:
     try:
         config = load_config(["--config", str(run.folder / CONFIG_FILE)], check_files=())
         is_gpu = run.environment.get("device") != "CPU"
-        # Rates of the device have no influence on memory, so those of any device will do.
-        hardware = Hardware(run.world_size, next(iter(ACCELERATORS.values())), is_gpu)
+        # Rates of the device have no influence on memory, so any device with all precisions will do.
+        hardware = Hardware(run.world_size, ACCELERATORS["NVIDIA H100 80GB HBM3"], is_gpu)
         largest = estimate(config, hardware).largest
     except ConfigError as error:
         return str(error)

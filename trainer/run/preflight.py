@@ -12,7 +12,7 @@ from torch import nn
 from models.moe import is_stack
 from trainer.config import CheckpointConfig, Config, ConfigError
 from trainer.config.model_source import list_checkpoints
-from trainer.parallel.parallelize import shards_parameters
+from trainer.parallel.storage import shards_parameters
 from trainer.run.resolve import ResolvedRun
 from trainer.runtime import device as devices
 from trainer.runtime.device import DTYPES
@@ -45,11 +45,10 @@ def minimum_memory(
 
     Args:
         count: Number of trained parameters of the rank.
-        frozen: Number of its frozen parameters.
+        frozen: Bytes of its frozen parameters.
         experts: Number of the trained parameters of experts among `count`.
         state_bytes: Bytes of optimizer state and averaged weights of the rank. None: in proportion to `count`.
     """
-    frozen *= DTYPES[config.training.parameter_dtype].itemsize
     optimizer, parallel, dims = config.optimizer, config.parallel, resolved.dims
     parameter = DTYPES[config.trained_dtype].itemsize
     state = count * resolved.optimizer.state_bytes if state_bytes is None else state_bytes
@@ -72,14 +71,17 @@ def minimum_memory(
 
 def check_memory(config: Config, resolved: ResolvedRun, model_parts: Iterable[nn.Module], device: torch.device) -> None:
     """Raise ConfigError on all ranks if a rank has too little memory. model_parts: this rank's stages, on the meta device."""
-    counts, experts, state_bytes = Counter[bool](), 0, 0.0
+    count, frozen, experts, state_bytes = 0, 0, 0, 0.0
     for part in model_parts:
         for name, p in part.named_parameters():
-            counts[p.requires_grad] += to_local(p).numel()
-            if p.requires_grad:
-                experts += to_local(p).numel() * is_stack(part, name)
-                state_bytes += resolved.optimizer.state_bytes_of(name, to_local(p))
-    on_device, on_host = minimum_memory(config, resolved, counts[True], counts[False], experts, state_bytes)
+            local = to_local(p)
+            if not p.requires_grad:
+                frozen += local.nbytes
+                continue
+            count += local.numel()
+            experts += local.numel() * is_stack(part, name)
+            state_bytes += resolved.optimizer.state_bytes_of(name, local)
+    on_device, on_host = minimum_memory(config, resolved, count, frozen, experts, state_bytes)
     if device.type == "cpu":
         on_device, on_host = 0, on_device + on_host
     of_ranks = all_gather_objects((node_id(), on_host, memory_available(), on_device, devices.memory_free(device)))

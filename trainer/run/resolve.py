@@ -9,18 +9,22 @@ from models import MODELS
 from models.moe import CorrectedRouter
 from models.sizes import text_of
 from models.spec import Model, ModelSpec, ParallelPlan, SizeError, meta_model, saved_buffers, saved_weights
-from trainer.adapters.select import TrainedParameters, require_trained_vocabulary, select_parameters
+from trainer.adapters.nf4 import stored_bytes
+from trainer.adapters.select import TrainedParameters, require_trained_vocabulary, select_parameters, select_quantized
 from trainer.checkpoint.huggingface import read_architecture
 from trainer.checkpoint.peft import PeftNames, require_peft_support
 from trainer.checkpoint.resume import FAMILY
-from trainer.config import Config, ConfigError, ModelConfig, ProfilingConfig, errors_about
+from trainer.config import Config, ConfigError, ModelConfig, ProfilingConfig, TrainingConfig, errors_about
 from trainer.config.fields import Setting, coerce, parse_text, settings, type_name
 from trainer.config.pretrained import is_from_pretrained
+from trainer.parallel.float8 import Float8, check_shapes, resolve_float8
 from trainer.parallel.mesh import ParallelDims
 from trainer.parallel.pipeline import Stage, check_microbatches, partition_blocks, stages_of_rank
+from trainer.parallel.storage import Storage, require_storable
 from trainer.parallel.validate import check_divisibility, check_supported, resolve_compilation
 from trainer.run.resolve_optimizer import ResolvedOptimizer, resolve_optimizer
 from trainer.runtime import device as devices
+from trainer.runtime.device import DTYPES
 from trainer.system.spelling import did_you_mean
 
 
@@ -44,10 +48,16 @@ class ResolvedRun:
     """Names of the trained parameters and, without adapters, of the buffers: of what a checkpoint contains of the model."""
     num_parameters: int
     """Number of values of the complete model."""
+    base_bytes: int
+    """Bytes of the complete model as it is kept, without adapters."""
     trained: TrainedParameters
     num_trained: int
     """Number of trained values, of which a checkpoint consists."""
+    storage: Storage
+    """How parameters are kept between uses."""
     optimizer: ResolvedOptimizer
+    float8: Float8
+    """The linear modules with products in float8."""
     compiled: bool
     """Whether blocks are compiled and, without tensor parallelism, the loss."""
     grad_accum: int
@@ -86,12 +96,18 @@ def resolve(config: Config, world_size: int) -> ResolvedRun:
     check_divisibility(dims, plan, sizes, name, config.parallel, training.seq_len)
     _check_batch_sizes(config, dims)
     trained = select_parameters(model, plan, config.lora)
+    quantized, is_double = select_quantized(model, plan, trained, config.lora), config.lora.base_dtype == "nf4_double"
+    require_storable(quantized, model, plan, dims, config.parallel)
     if config.lora.rank and config.checkpoint.resize_embeddings:
         require_trained_vocabulary(model, plan, trained)
     if config.checkpoint.export_huggingface and config.lora.rank:
         require_peft_support(PeftNames(spec, sizes), trained, "checkpoint.export_huggingface")
     stages = partition_blocks(model, plan, config.parallel)
     _check_stages(config, plan, stages, trained)
+    float8 = resolve_float8(model, plan, training)
+    if on_gpu:
+        _check_float8_device(training)
+    check_shapes(float8, model, plan, dims, training, config.parallel.sequence_parallel)
     buffers = frozenset(saved_buffers(model))
     optimizer = resolve_optimizer(config.optimizer, model, trained, sizes, name)
     dimensions = {f"model.{name}": value for name, value in asdict(sizes).items()}
@@ -107,12 +123,20 @@ def resolve(config: Config, world_size: int) -> ResolvedRun:
         hidden_shape=(training.local_batch_size, training.seq_len // sequence_shards, sizes.dim),
         weight_names=frozenset(saved_weights(model)),
         saved_names=trained.names | (buffers if config.lora.rank is None else frozenset()),
+        float8=float8,
         compiled=compiled,
         grad_accum=training.largest_batch_size // (training.local_batch_size * dims.batch),
         num_parameters=sum(p.numel() for p in model.parameters()),
+        base_bytes=sum(
+            stored_bytes(tuple(p.shape), is_double)
+            if n in quantized
+            else p.numel() * DTYPES[training.parameter_dtype].itemsize
+            for n, p in model.named_parameters()
+        ),
         trained=trained,
         num_trained=sum(p.numel() for p in trained.tensors(model).values()),
         optimizer=optimizer,
+        storage=Storage(dtype=training.compute_dtype, quantized=quantized, is_double=is_double),
         flops_per_token=trained.flops_per_token(model, training.seq_len),
         fingerprint=_fingerprint(config)
         | {FAMILY: family}
@@ -202,6 +226,16 @@ def require_profiled_step(config: ProfilingConfig, steps: int) -> None:
     """Raise ConfigError if the first profiled step is beyond the run's steps."""
     if config.first_step > steps:
         raise ConfigError("profiling.first_step", f"exceeds [training] steps = {steps}")
+
+
+def _check_float8_device(config: TrainingConfig) -> None:
+    """Raise ConfigError if the GPUs of this node cannot compute the products in float8."""
+    if config.float8 == "none":
+        return
+    if reason := devices.no_float8():
+        raise ConfigError("training.float8", reason)
+    if config.compute_dtype != "bf16":
+        raise ConfigError("training.float8", "needs [training] compute_dtype = bf16 on a GPU")
 
 
 def _check_profiling(config: ProfilingConfig, world_size: int, on_gpu: bool) -> None:

@@ -36,6 +36,7 @@ from trainer.system.checkpoint_folder import MODEL_FILE
 from trainer.system.environment import environment
 from trainer.system.files import atomic_write, existing_part, file_error, folder_error, lock_holder, try_lock
 from trainer.system.spelling import counted
+from trainer.system.units import GIB
 
 _LIBRARIES = ("torch", "safetensors", "xxhash", "tiktoken", "sentencepiece")
 _LOCK = ".lock"
@@ -196,7 +197,7 @@ def model_files(
     """Return the files that make a checkpoint self-contained: model sizes, tokenizer, chat template and generation_config.json,
     which is that of the initial model, with the tokens that end answers in training added. base: path and hash of the base model,
     if only an adapter is saved. Raises ConfigError."""
-    scale = {name: getattr(config.lora, name) for name in SCALE_SETTINGS} if base else {}
+    scale = {name: getattr(config.lora, name) for name in (*SCALE_SETTINGS, "base_dtype")} if base else {}
     tokenizer = text.tokenizer
     window, generation = run_on_rank_0(lambda: _window_and_generation(config, point))
     inherited = generation.get("eos_token_id")
@@ -269,11 +270,16 @@ def log_summary(
         f"({dims}), {'bitwise deterministic' if deterministic else 'deterministic up to rounding'}, "
         f"attention: {attention}"
     )
+    if quantized := resolved.storage.quantized:
+        size = f"{resolved.base_bytes / GIB:.3g} GiB in all"
+        console.info(f"base model: {counted(len(quantized), 'weight')} in 4 bits ({config.lora.base_dtype}), {size}")
     for line in optimizer_lines(config, resolved):
         console.info(f"optimizer: {line}")
+    if resolved.float8.modules:
+        console.info(f"float8: {counted(len(resolved.float8.modules), 'linear module')}, {training.float8}")
     if resolved.optimizer.fp32_moments:
         console.warning(resolved.optimizer.fp32_moments)
-    for line in adapter_notes(config, resolved):
+    for line in [*adapter_notes(config, resolved), *float8_notes(config, resolved, device)]:
         console.warning(line)
 
 
@@ -336,6 +342,20 @@ def adapter_notes(config: Config, resolved: ResolvedRun) -> list[str]:
         unaligned_rank(trained, model, config.lora.rank, config.training.compute_dtype),
     )
     return list(filter(None, lines))
+
+
+def float8_notes(config: Config, resolved: ResolvedRun, device: torch.device) -> list[str]:
+    """Return lines about products that are not computed in float8, or slowly. device: of the run."""
+    if not resolved.float8.modules:
+        return []
+    notes = []
+    if resolved.plan.has_experts:
+        notes.append(
+            f"training.float8 = {config.training.float8}: products of experts stay in {config.training.compute_dtype}"
+        )
+    if not resolved.compiled and device.type != "cpu":
+        notes.append("training.float8: is slower than bf16 unless blocks are compiled; see [compile] enabled")
+    return notes
 
 
 def log_data(config: Config, grad_accum: int, data: Datasets, epochs: float, targets: float) -> None:

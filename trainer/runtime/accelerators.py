@@ -13,7 +13,8 @@ class AcceleratorSpec:
     """Peak rates and memory of an accelerator in a node. All rates are theoretical; planning multiplies them by efficiencies."""
 
     flops: Mapping[str, float]
-    """Precision -> dense FLOP/s of matrix products."""
+    """Precision ("fp8", "bf16", "fp32") -> dense FLOP/s of matrix products. Without "fp8": no such products, or, on GPUs of AMD,
+    in formats that the trainer does not use."""
     memory_gib: float
     """Device memory that the driver makes available to programs, in GiB."""
     memory_bandwidth: float
@@ -47,28 +48,28 @@ _A100_FLOPS = {"bf16": 312e12, "fp32": 19.5e12}
 _A100 = _A100_HOST | {"flops": _A100_FLOPS, "intra_node_bandwidth": 300e9, "inter_node_bandwidth": 25e9}
 _A100_40GB = _A100 | {"host_memory_gib": 125}
 _A100_PCIE = _A100 | {"intra_node_bandwidth": 32e9, "inter_node_bandwidth": 12.5e9}
-_H100_FLOPS = {"bf16": 989.4e12, "fp32": 66.9e12}
+_H100_FLOPS = {"fp8": 1978.9e12, "bf16": 989.4e12, "fp32": 66.9e12}
 _H100 = _H100_HOST | {"flops": _H100_FLOPS, "intra_node_bandwidth": 450e9, "inter_node_bandwidth": 50e9}
-_H100_PCIE_FLOPS = {"bf16": 756e12, "fp32": 51e12}
+_H100_PCIE_FLOPS = {"fp8": 1513e12, "bf16": 756e12, "fp32": 51e12}
 _H100_PCIE = _H100 | {"flops": _H100_PCIE_FLOPS, "intra_node_bandwidth": 64e9, "inter_node_bandwidth": 25e9}
-_H20 = _H100 | {"flops": {"bf16": 148e12, "fp32": 44e12}}
-_NVL = _H100_PCIE | {"flops": {"bf16": 835e12, "fp32": 60e12}}
+_H20 = _H100 | {"flops": {"fp8": 296e12, "bf16": 148e12, "fp32": 44e12}}
+_NVL = _H100_PCIE | {"flops": {"fp8": 1671e12, "bf16": 835e12, "fp32": 60e12}}
 _MI300X_FLOPS = {"bf16": 1307.4e12, "fp32": 163.4e12}
 _MI300X = _H100_HOST | {"flops": _MI300X_FLOPS, "intra_node_bandwidth": 448e9, "inter_node_bandwidth": 50e9}
-_B200_FLOPS = {"bf16": 2250e12, "fp32": 75e12}
+_B200_FLOPS = {"fp8": 4500e12, "bf16": 2250e12, "fp32": 75e12}
 _B200 = _H100 | {"flops": _B200_FLOPS, "intra_node_bandwidth": 900e9, "host_memory_bandwidth": 90e9}
-# bf16 with sums in fp32, which GeForce cards compute at half the rate of sums in fp16.
+# bf16 and fp8 with sums in fp32, which GeForce cards compute at half the rate of sums in fp16.
 _RTX_3090 = _WORKSTATION | {"flops": {"bf16": 71e12, "fp32": 35.6e12}}
-_RTX_4090 = _WORKSTATION | {"flops": {"bf16": 165.2e12, "fp32": 82.6e12}}
-_RTX_5090 = _WORKSTATION | _PCIE_5 | {"flops": {"bf16": 209.5e12, "fp32": 104.8e12}}
+_RTX_4090 = _WORKSTATION | {"flops": {"fp8": 330.3e12, "bf16": 165.2e12, "fp32": 82.6e12}}
+_RTX_5090 = _WORKSTATION | _PCIE_5 | {"flops": {"fp8": 419e12, "bf16": 209.5e12, "fp32": 104.8e12}}
 _RTX_A6000 = _WORKSTATION | {"flops": {"bf16": 154.8e12, "fp32": 38.7e12}}
-_RTX_6000_ADA = _WORKSTATION | {"flops": {"bf16": 364.2e12, "fp32": 91.1e12}}
-_RTX_PRO_6000 = _WORKSTATION | _PCIE_5 | {"flops": {"bf16": 503.8e12, "fp32": 126e12}}
+_RTX_6000_ADA = _WORKSTATION | {"flops": {"fp8": 728.5e12, "bf16": 364.2e12, "fp32": 91.1e12}}
+_RTX_PRO_6000 = _WORKSTATION | _PCIE_5 | {"flops": {"fp8": 1007.6e12, "bf16": 503.8e12, "fp32": 126e12}}
 _A10 = _SERVER | {"flops": {"bf16": 125e12, "fp32": 31.2e12}}
 _A10G = _SERVER | {"flops": {"bf16": 70e12, "fp32": 35e12}}
 _A40 = _SERVER | {"flops": {"bf16": 149.7e12, "fp32": 37.4e12}}
-_L4 = _SERVER | {"flops": {"bf16": 121e12, "fp32": 30.3e12}}
-_L40S = _L40S_SERVER | {"flops": {"bf16": 362.05e12, "fp32": 91.6e12}}
+_L4 = _SERVER | {"flops": {"fp8": 242e12, "bf16": 121e12, "fp32": 30.3e12}}
+_L40S = _L40S_SERVER | {"flops": {"fp8": 733e12, "bf16": 362.05e12, "fp32": 91.6e12}}
 
 _NVIDIA = "https://www.nvidia.com/content"
 _A100_SHEET = f"{_NVIDIA}/dam/en-zz/Solutions/Data-Center/a100/pdf/nvidia-a100-datasheet-us-nvidia-1758950-r4-web.pdf"

@@ -88,6 +88,17 @@ def require_enough_gpus(choice: DeviceChoice, ranks: int) -> None:
         raise ConfigError("", message)
 
 
+def no_float8() -> str:
+    """Return why the GPUs of this node cannot multiply in float8, or "" if they can."""
+    if torch.version.hip:
+        return "has been written for the formats of NVIDIA's GPUs (e4m3fn, e5m2), which this GPU of AMD may not have"
+    if torch.cuda.get_device_capability() < (8, 9):
+        return (
+            f"{torch.cuda.get_device_name()} has no products in float8; GPUs of NVIDIA have them since Ada and Hopper"
+        )
+    return ""
+
+
 def communication_backend(device: torch.device) -> str:
     return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
 

@@ -7,7 +7,7 @@ from itertools import product
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import (
     _compute_local_shape_and_global_offset,
@@ -19,6 +19,15 @@ from torch.distributed.tensor.placement_types import Placement
 def to_local(tensor: Tensor) -> Tensor:
     """Return the local shard of a DTensor. Return any other tensor unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def local_factor(tensor: Tensor) -> Tensor:
+    """Return the local tensor of a factor. Each rank computes only its part of the product, so the gradient of a replicated
+    factor is a sum over the ranks."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    placements = [Partial() if placement.is_replicate() else placement for placement in tensor.placements]
+    return tensor.to_local(grad_placements=placements)
 
 
 def sharded_like(parameter: Tensor, local: Tensor) -> Tensor:

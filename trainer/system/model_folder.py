@@ -211,12 +211,19 @@ def quantization_problem(config: Any, readable: Collection[str]) -> str:
     method = settings.get("quant_method")
     if isinstance(method, str) and method in readable:
         return ""
-    known = {"bitsandbytes": "bitsandbytes", "fp8": "FP8", "gptq": "GPTQ", "awq": "AWQ", "mxfp4": "MXFP4"}
+    known = {
+        "bitsandbytes": "bitsandbytes",
+        "fp8": "FP8 without weight_block_size",
+        "gptq": "GPTQ",
+        "awq": "AWQ",
+        "mxfp4": "MXFP4",
+    }
     name = known.get(method, f"{method:.40}") if isinstance(method, str) else "an unnamed method"
     bits = next((f" in {n} bits" for n in (4, 8) if settings.get(f"load_in_{n}bit") is True), "")
-    return (
-        f"contains weights that are quantized with {name}{bits}; use the original model, in bf16 or another float dtype"
-    )
+    way_out = "use the original model, in bf16 or another float dtype"
+    if bits == " in 4 bits":
+        way_out += ", which [lora] base_dtype quantizes while it is loaded"
+    return f"contains weights that are quantized with {name}{bits} (quantization_config in config.json); {way_out}"
 
 
 def is_downloading(folder: Path) -> bool:

@@ -19,6 +19,7 @@ from models import llama
 from models.rope import rotate_halves
 from models.spec import meta_model, tensor_styles
 from trainer.adapters import apply as adapters
+from trainer.adapters import nf4
 from trainer.batch import Batch
 from trainer.config import Config
 from trainer.data.prepare.encode import CHAT_DATASETS
@@ -26,7 +27,7 @@ from trainer.engine import Engine
 from trainer.objective import cross_entropy, preference
 from trainer.optim import muon
 from trainer.optim.exchange import Matrix, Sharding
-from trainer.parallel import balance, experts, tensor
+from trainer.parallel import balance, experts, float8, tensor
 from trainer.parallel.activation_checkpoint import Forward
 from trainer.parallel.attention import Mask
 from trainer.parallel.balance import Balance, Load
@@ -187,6 +188,24 @@ def _has_corrections(config: Config, resolved: ResolvedRun) -> bool:
     return resolved.plan.has_experts and config.experts.bias_rate > 0
 
 
+def _is_quantized(config: Config, resolved: ResolvedRun) -> bool:
+    return bool(resolved.storage.quantized)
+
+
+def _scales_cast() -> AbstractContextManager:
+    """Round scales as FSDP rounds floating-point parameters when it gathers them in bf16."""
+    original = nf4._scales
+    return patch.object(nf4, "_scales", lambda parts: original(parts).bfloat16().float())
+
+
+def _shifted_rows() -> AbstractContextManager:
+    """Read the rows of quantized weights in the order (last, first, second ...)."""
+    original = nf4.QuantizedWeight.fill
+    return patch.object(
+        nf4.QuantizedWeight, "fill", lambda weight, read: original(weight, lambda region: read(region).roll(1, -2))
+    )
+
+
 def _shards_as_matrices() -> AbstractContextManager:
     def matrices_of(target: Tensor, sharding: Sharding) -> list[Matrix]:
         shards = [None] if target.dim() == 2 else range(len(target))
@@ -234,7 +253,7 @@ BUGS = {
     ),
     "gradients of replicated adapter matrices not summed over tp": Bug(
         ("tp=2",),
-        lambda: patch.object(adapters, "_local_factor", to_local),
+        lambda: patch.object(adapters, "local_factor", to_local),
         applies=lambda config, resolved: config.lora.rank is not None,
         parameters="lora_",
     ),
@@ -320,6 +339,15 @@ BUGS = {
     ),
     "z-loss of a part of the vocabulary": Bug(
         ("tp=2",), _z_loss_of_a_shard, applies=lambda config, resolved: config.training.z_loss > 0
+    ),
+    "scales of quantized weights cast to bf16": Bug(
+        ("dp_shard=2", "tp=2"), _scales_cast, applies=lambda config, resolved: resolved.storage.is_double
+    ),
+    "codes of quantized weights cut at a wrong row": Bug(("dp_shard=2", "tp=2"), _shifted_rows, applies=_is_quantized),
+    "float8 scales that are no powers of two": Bug(
+        ("tp=2", "dp_shard=2"),
+        lambda: patch.object(float8, "power_of_two", lambda x: x),
+        applies=lambda config, resolved: config.training.float8 != "none",
     ),
     "balance loss without a gradient": Bug(("dp_shard=2",), _losses_detached, applies=_has_balance_loss),
     "balance loss not divided by the number of microbatches": Bug(

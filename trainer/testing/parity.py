@@ -33,6 +33,7 @@ from trainer.parallel import parallelize
 from trainer.run.resolve import resolve, resolve_model
 from trainer.system.files import read_json_lines
 from trainer.testing.bugs import BUGS, Bug
+from trainer.testing.double import double_precision
 from trainer.testing.layouts import (
     LAYOUT_SECTIONS,
     Layout,
@@ -162,6 +163,7 @@ def train(argv: Sequence[str], decisions: Mapping[int, Decisions] = {}, bug: str
     with (
         BUGS[bug].inject() if bug else nullcontext(),
         patch.object(parallelize, "experts_are_one_graph", lambda *args: False),
+        double_precision() if resolved.float8.modules and config.training.compute_dtype == "fp32" else nullcontext(),
     ):
         trainer = build_trainer(config, resolved, cpu, None)
         engine, clip = trainer.engine, trainer.engine.optimizer.clip
@@ -208,6 +210,9 @@ class Runs:
             raise ConfigError(
                 "", config.explain(ConfigError(key, f"must be 0 with --reference transformers: {message}"))
             )
+        if with_transformers and config.training.float8 != "none":
+            error = ConfigError("training.float8", "must be none with --reference transformers, which has no float8")
+            raise ConfigError("", config.explain(error))
         defaults = {
             key: toml_value(setting.default).strip('"')
             for key, setting in settings().items()

@@ -86,6 +86,10 @@ class LoraConfig:
     """Path of an adapter to continue with: a run folder (or RUN_FOLDER@best), a checkpoint, or a folder of the package peft."""
     dtype: Annotated[Literal["fp32", "bf16"], ADAPTED, FIXED] = "fp32"
     """Precision of the trained parameters between steps. Frozen parameters have [training] parameter_dtype."""
+    base_dtype: Annotated[Literal["keep", "nf4", "nf4_double"], ADAPTED, FIXED] = "keep"
+    """How frozen matrices of the blocks' linear modules and experts are kept between their uses. "keep": in [training]
+    parameter_dtype; "nf4": in 4 bits, with a bf16 scale for each 64 values of a row (QLoRA, Dettmers et al. 2023,
+    arXiv:2305.14314); "nf4_double": the scales in 8 bits too. They are quantized while they are loaded."""
 
     @property
     def scale(self) -> float:

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from trainer.config.schema.constraint import FIXED, PER_NODE, Constraint, CountOrZero, Fraction, Steps, StepsOrZero
 
 PREFERRED = Constraint(only_with="[preference] loss != none")
+FLOAT8 = Constraint(only_with="[training] float8 != none")
 MUON = Constraint(only_with="[optimizer] name = muon")
 SAMPLES = Constraint(min=1, max=10**7, unit="samples")
 Samples = Annotated[int, SAMPLES]
@@ -33,6 +34,11 @@ class TrainingConfig:
     """Number of samples in one microbatch on one data-parallel rank. Several microbatches make up the global batch."""
     compute_dtype: Literal["bf16", "fp32"] = "bf16"
     """Precision of forward and backward."""
+    float8: Literal["none", "tensorwise", "rowwise"] = "none"
+    """Scales of the products in float8 that linear modules of the blocks compute instead of compute_dtype: one for each factor,
+    or one for each of its rows (docs/low_precision.md). "none": no float8. The output, routers and experts never use float8."""
+    float8_exclude: Annotated[tuple[str, ...], FLOAT8] = ()
+    """Names or patterns of linear modules that compute in compute_dtype: "*.wk", "layers.0.*"."""
     parameter_dtype: Annotated[Literal["fp32", "bf16"], FIXED] = "fp32"
     """Precision of the parameters between steps. bf16 needs half as much memory as fp32, but rounding loses small updates unless
     [optimizer] offload keeps an fp32 copy."""

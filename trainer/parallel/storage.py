@@ -1,0 +1,77 @@
+"""How parameters are kept between uses, and how a forward gets them."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from models.spec import ParallelPlan, tensor_styles
+from trainer.adapters.nf4 import BLOCK
+from trainer.config import ConfigError, ParallelConfig
+from trainer.parallel.fsdp import apply_fsdp
+from trainer.parallel.mesh import Meshes, ParallelDims
+from trainer.parallel.quantized import quantize_weights
+from trainer.parallel.unsharded import cast_parameters
+from trainer.runtime.device import DTYPES
+
+
+@dataclass(frozen=True, kw_only=True)
+class Storage:
+    """The only owner of this choice.
+
+    | parameter | kept as | what a forward gets |
+    |---|---|---|
+    | in `quantized` | codes and scales (quantized.py) | the parts; each product dequantizes its matrix |
+    | others, with FSDP | a shard in its own dtype | gathered in the dtype of the computation (fsdp.py) |
+    | others, without | its own dtype | a copy in the dtype of the computation, per block (unsharded.py) |
+    """
+
+    dtype: str
+    """Of the computation, "bf16" or "fp32"."""
+    quantized: Collection[str] = ()
+    """Names of the weights that are kept in 4 bits."""
+    is_double: bool = False
+    """Whether their scales are quantized too."""
+
+    def replace_weights(self, model: nn.Module, meshes: Meshes) -> None:
+        """Replace the weights that are not kept as they are, in place. Adapters are applied afterwards: they call the products
+        that they find."""
+        if self.quantized:
+            quantize_weights(model, self.quantized, self.is_double, meshes.model.device_type)
+
+    def provide(self, model: nn.Module, plan: ParallelPlan, meshes: Meshes, parallel: ParallelConfig) -> None:
+        """Make the forwards of blocks and of other units get their parameters, in place."""
+        if shards_parameters(meshes.dims, plan, parallel):
+            apply_fsdp(model, plan, meshes, parallel, self.dtype)
+        else:
+            cast_parameters(model, plan, DTYPES[self.dtype])
+
+
+def shards_parameters(dims: ParallelDims, plan: ParallelPlan, parallel: ParallelConfig) -> bool:
+    """Return whether FSDP manages the parameters. A single data-parallel rank needs FSDP only to shard experts, to offload
+    parameters, or in a pipeline, whose schedules rely on FSDP to accumulate gradients."""
+    shards_experts = plan.has_experts and dims.efsdp > 1
+    return dims.dp_replicate * dims.fsdp > 1 or shards_experts or parallel.pp > 1 or parallel.cpu_offload
+
+
+def require_storable(
+    quantized: Collection[str], model: nn.Module, plan: ParallelPlan, dims: ParallelDims, parallel: ParallelConfig
+) -> None:
+    """Raise ConfigError if this layout, or this version of torch, cannot keep the weights `quantized` in 4 bits. model: the
+    complete model."""
+    if not quantized:
+        return
+    if torch.__version__ < (2, 12) and shards_parameters(dims, plan, parallel):
+        message = (
+            f"needs torch >= 2.12 with FSDP (dp, cp, pp, cpu_offload), but {torch.__version__} is installed; one rank "
+            "and tp alone need no FSDP"
+        )
+        raise ConfigError("lora.base_dtype", message)
+    styles = tensor_styles(model.get_submodule(plan.blocks_path))
+    for name in sorted(quantized):
+        columns = model.get_parameter(name).shape[-1]
+        is_split = styles.get(name.removeprefix(f"{plan.blocks_path}.").removesuffix(".weight")) == "row"
+        if is_split and columns % (BLOCK * dims.tp):
+            rule = f"{BLOCK} x tp = {BLOCK * dims.tp} must divide the {columns} columns of {name}"
+            raise ConfigError("parallel.tp", f"splits blocks of [lora] base_dtype: {rule}")
