@@ -71,7 +71,9 @@ def test_a_lost_link_ends_the_run_which_resumes_with_the_losses_of_one_node(
     deadline = time.monotonic() + 120
     while not metrics.exists() or len(records(metrics.parent)) < 12:
         ended = [node for node in running if node.poll() is not None]
-        assert not ended, "\n".join(f"{node.args} ended with {node.returncode}: {node.communicate()[1]}" for node in ended)
+        assert not ended, "\n".join(
+            f"{node.args} ended with {node.returncode}: {node.communicate()[1]}" for node in ended
+        )
         assert time.monotonic() < deadline
         time.sleep(0.05)
     ip("-n", namespaces[1], "link", "set", "cable", "down")
