@@ -45,6 +45,7 @@ def run(config: Config, listener: SignalListener) -> int:
 
     with one_line_errors(config):
         resolved = resolve(config, distributed.world_size())
+        device.require_products(config.run.device, config.training)
         rank_device = device.select_device(config.run.device)
     lock = None  # held until this function returns
     try:

@@ -130,7 +130,7 @@ def main(listener: SignalListener) -> NoReturn:
     os.environ["TORCH_CPP_LOG_LEVEL"] = inherited or "ERROR"  # for the ranks, for the same reason
     with one_line_errors(config):
         resolve(config, options.ranks * options.max_nodes)
-        device.require_enough_gpus(config.run.device, options.ranks)
+        device.require_devices(config.run.device, options.ranks, config.training)
     os.environ.setdefault(
         "OMP_NUM_THREADS", str(max(1, cores() // options.ranks))
     )  # otherwise torchrun warns and sets 1
@@ -185,7 +185,7 @@ def run_dry(listener: SignalListener) -> NoReturn:
     try:
         with one_line_errors(config):
             resolved = resolve(config, options.ranks * options.max_nodes)
-            device.require_enough_gpus(config.run.device, options.ranks)
+            device.require_devices(config.run.device, options.ranks, config.training)
             code = dry_run(config, resolved, options.ranks)
     except SystemExit as exit:
         code = exit.code

@@ -18,7 +18,14 @@ from models.spec import meta_model
 from tests.parallel.tiny_models import build_model, inputs
 from trainer.adapters.apply import apply_lora
 from trainer.adapters.select import select_parameters
-from trainer.config import ActivationCheckpointConfig, ConfigError, LoraConfig, ParallelConfig, TrainingConfig
+from trainer.config import (
+    ActivationCheckpointConfig,
+    ConfigError,
+    LoraConfig,
+    ParallelConfig,
+    TrainingConfig,
+)
+from trainer.config.load import load_config
 from trainer.objective.cross_entropy import CrossEntropyHead
 from trainer.parallel import float8
 from trainer.parallel.float8 import E4M3, E5M2, Float8, Float8Product, apply_float8, check_shapes, product, quantize
@@ -355,6 +362,25 @@ def test_what_cannot_run_is_one_line(values, message):
     with pytest.raises(ConfigError) as error:
         resolved(**values)
     assert f"{error.value.key}: {error.value.message}" == message
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_base_in_4_bits_is_refused(recipe):
+    settings = ["--lora.rank", "4", "--lora.base_dtype", "nf4", "--checkpoint.init_from", "."]
+    with pytest.raises(ConfigError) as error:
+        load_config([*settings, "--training.float8", recipe])
+    assert str(error.value) == (
+        f"--training.float8 {recipe}: is incompatible with [lora] base_dtype = nf4: products with its matrices dequantize them"
+    )
+
+
+def test_a_cpu_gets_a_scale_for_each_row(monkeypatch):
+    """With one scale for each factor, CPUs with AMX take 1,000 times as long."""
+    given, scaled_mm = [], torch._scaled_mm
+    monkeypatch.setattr(torch, "_scaled_mm", lambda *args, **options: given.append(args) or scaled_mm(*args, **options))
+    x, w = normal(48, 64).requires_grad_(), normal(32, 64, seed=1).requires_grad_()
+    Float8Product.apply(x, w, False).sum().backward()
+    assert [(a.shape, b.shape) for *_, a, b in given] == [((48, 1), (1, 32)), ((48, 1), (1, 64)), ((32, 1), (1, 64))]
 
 
 def test_a_smaller_excluded_part_makes_a_layout_legal():

@@ -66,6 +66,17 @@ def test_the_simulated_peak_is_that_of_the_allocator(ranks, size, layout):
             assert num_bytes == pytest.approx(real[category], **limits), category
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_products_of_linear_modules_count_at_the_rate_of_float8(compiled):
+    flags = ["--training.compute_dtype", "bf16", "--training.float8", "rowwise", "--compile.enabled", str(compiled).lower()]
+    (plan,) = planned(2, *EIGHT, *flags, on_gpu=True)
+    resolved = resolve(load_config([*MODEL, *EIGHT]), 2)
+    parameters = meta_model(resolved.spec.model, resolved.sizes).named_parameters()
+    weights = sum(p.numel() for name, p in parameters if name.startswith("layers.") and p.dim() == 2)
+    flops = sum(flops * n for (precision, flops, _), n in plan.op_costs.items() if precision == "fp8")
+    assert flops == 3 * 2 * weights * (8 * 128 // 2)  # the product and both gradients
+
+
 def test_microbatches_that_are_not_simulated_are_counted():
     three, four, seven = (planned(2, "--training.global_batch_size", str(4 * n))[0] for n in (3, 4, 7))
     assert seven.peak == four.peak

@@ -77,6 +77,9 @@ def _rules(config: Config) -> Iterator[tuple[str, object, str]]:
     message = f"replaces [training] steps, but steps = {training.steps} is set too; remove one of them"
     yield "training.epochs", training.epochs is not None and has_steps, message
     yield from _batch_rules(training)
+    base = config.lora.base_dtype
+    message = f"is incompatible with [lora] base_dtype = {base}: products with its matrices dequantize them"
+    yield "training.float8", training.float8 != "none" and base != "keep", message
     yield "checkpoint.init_from", config.lora.rank and not config.checkpoint.init_from, "is required with [lora] rank"
     message = "cannot be combined with [lora] rank, which keeps the base model unchanged"
     yield "checkpoint.init_exclude", config.lora.rank and config.checkpoint.init_exclude, message

@@ -14,7 +14,7 @@ from trainer.adapters.select import TrainedParameters, require_trained_vocabular
 from trainer.checkpoint.huggingface import read_architecture
 from trainer.checkpoint.peft import PeftNames, require_peft_support
 from trainer.checkpoint.resume import FAMILY
-from trainer.config import Config, ConfigError, ModelConfig, ProfilingConfig, TrainingConfig, errors_about
+from trainer.config import Config, ConfigError, ModelConfig, ProfilingConfig, errors_about
 from trainer.config.fields import Setting, coerce, parse_text, settings, type_name
 from trainer.config.pretrained import is_from_pretrained
 from trainer.parallel.float8 import Float8, check_shapes, resolve_float8
@@ -105,8 +105,6 @@ def resolve(config: Config, world_size: int) -> ResolvedRun:
     stages = partition_blocks(model, plan, config.parallel)
     _check_stages(config, plan, stages, trained)
     float8 = resolve_float8(model, plan, training)
-    if on_gpu:
-        _check_float8_device(training)
     check_shapes(float8, model, plan, dims, training, config.parallel.sequence_parallel)
     buffers = frozenset(saved_buffers(model))
     optimizer = resolve_optimizer(config.optimizer, model, trained, sizes, name)
@@ -226,16 +224,6 @@ def require_profiled_step(config: ProfilingConfig, steps: int) -> None:
     """Raise ConfigError if the first profiled step is beyond the run's steps."""
     if config.first_step > steps:
         raise ConfigError("profiling.first_step", f"exceeds [training] steps = {steps}")
-
-
-def _check_float8_device(config: TrainingConfig) -> None:
-    """Raise ConfigError if the GPUs of this node cannot compute the products in float8."""
-    if config.float8 == "none":
-        return
-    if reason := devices.no_float8():
-        raise ConfigError("training.float8", reason)
-    if config.compute_dtype != "bf16":
-        raise ConfigError("training.float8", "needs [training] compute_dtype = bf16 on a GPU")
 
 
 def _check_profiling(config: ProfilingConfig, world_size: int, on_gpu: bool) -> None:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from trainer.config import ConfigError
+from trainer.config import ConfigError, TrainingConfig
 from trainer.config.schema.run import DeviceChoice
 from trainer.runtime.accelerators import ACCELERATORS
 from trainer.system import console
@@ -88,15 +88,31 @@ def require_enough_gpus(choice: DeviceChoice, ranks: int) -> None:
         raise ConfigError("", message)
 
 
-def no_float8() -> str:
-    """Return why the GPUs of this node cannot multiply in float8, or "" if they can."""
+def require_devices(choice: DeviceChoice, ranks: int, config: TrainingConfig) -> None:
+    """Raise ConfigError if this node cannot run this number of ranks."""
+    require_enough_gpus(choice, ranks)
+    require_products(choice, config)
+
+
+def require_products(choice: DeviceChoice, config: TrainingConfig) -> None:
+    """Raise ConfigError if the devices of this node cannot compute the matrix products of a run. Plans, which may be made on
+    another node, do not call this function."""
+    if config.float8 == "none":
+        return
+    if choice == "cpu" or not gpu_count():
+        if torch.__version__ < (2, 13):  # It has only the slow product that float8.multiply avoids.
+            message = f"needs torch >= 2.13 on a CPU, but {torch.__version__} is installed"
+            raise ConfigError("training.float8", message)
+        return
     if torch.version.hip:
-        return "has been written for the formats of NVIDIA's GPUs (e4m3fn, e5m2), which this GPU of AMD may not have"
+        message = "has been written for the formats of NVIDIA's GPUs (e4m3fn, e5m2), which this GPU of AMD may not have"
+        raise ConfigError("training.float8", message)
     if torch.cuda.get_device_capability() < (8, 9):
-        return (
-            f"{torch.cuda.get_device_name()} has no products in float8; GPUs of NVIDIA have them since Ada and Hopper"
-        )
-    return ""
+        name = torch.cuda.get_device_name()
+        message = f"{name} has no products in float8; GPUs of NVIDIA have them since Ada and Hopper"
+        raise ConfigError("training.float8", message)
+    if config.compute_dtype != "bf16":
+        raise ConfigError("training.float8", "needs [training] compute_dtype = bf16 on a GPU")
 
 
 def communication_backend(device: torch.device) -> str:
