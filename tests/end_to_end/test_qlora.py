@@ -7,6 +7,8 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch.torch_version import TorchVersion
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from scripts import convert_hf
 from tests import training_runs
@@ -95,12 +97,30 @@ def test_a_base_in_4_bits_has_the_losses_and_gradients_of_one_rank(ranks, bases,
 # ---------------------------------------------------------------- memory and checkpoints
 
 
+class LargestValues(TorchDispatchMode):
+    """Records the shapes of floating-point tensors with more values than `limit` that operators read or write."""
+
+    def __init__(self, limit):
+        super().__init__()
+        self.limit, self.shapes = limit, set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        tensors = [t for t in tree_leaves((args, kwargs, result)) if isinstance(t, torch.Tensor)]
+        used = [t for t in tensors if t.is_floating_point() and t.device.type != "meta"]
+        self.shapes |= {tuple(t.shape) for t in used if t.numel() > self.limit}
+        return result
+
+
 def quantized_parts(argv):
-    """Build a trainer on this rank. Return the bytes of its frozen parts, and of the values that they stand for."""
-    trainer = trainer_from(combine(argv))
+    """Build a trainer on this rank, with small pieces. Return the bytes of its frozen parts, the number of values that they stand
+    for, and the shapes of the larger tensors that were used meanwhile."""
+    limit = 2**12
+    with patch.object(nf4, "_CHUNK", limit), LargestValues(limit) as recorded:
+        trainer = trainer_from(combine(argv))
     weights = [weight.parts for weight in trainer.engine.quantized.values()]
     num_bytes = sum(to_local(part).nbytes for parts in weights for part in parts.values())
-    return num_bytes, sum(2 * to_local(parts[nf4.CODES]).numel() for parts in weights)
+    return num_bytes, sum(2 * to_local(parts[nf4.CODES]).numel() for parts in weights), recorded.shapes
 
 
 @pytest.mark.parametrize(("base_dtype", "most"), [("nf4", 0.532), ("nf4_double", 0.52)])
@@ -111,7 +131,9 @@ def test_a_rank_holds_its_share_of_the_bytes(ranks, bases, tmp_path, base_dtype,
     num_values = sum(
         p.numel() for n, p in resolved.spec.model(resolved.sizes).named_parameters() if n in resolved.storage.quantized
     )
-    assert sum(values for _, values in counts) == num_values and counts[0] == counts[1]
+    assert sum(values for _, values, _ in counts) == num_values and counts[0] == counts[1]
+    # Only embedding and output, which are not quantized, are read as a whole.
+    assert {shape[-1] * 2 for shape in counts[0][2]} == {2 * 128} and all(s[0] >= 1024 for s in counts[0][2])
     row_maxima = 4 / 128 if base_dtype == "nf4_double" else 0  # at 128 columns; 4 / 4096 in Llama 3 8B
     assert counts[0][0] / counts[0][1] <= most + row_maxima
     (plan,) = simulate([(load_config(combine(argv)), 0)], 2, on_gpu=False)
@@ -194,6 +216,10 @@ def test_a_base_that_is_not_quantized_cannot_be_merged_into_as_such(ranks, bases
 MISTAKES = {
     ("--lora.rank", "none"): "--lora.base_dtype nf4: has an effect only with [lora] rank",
     ("--lora.base_dtype", "4bit"): "--lora.base_dtype 4bit: expected one of keep, nf4, nf4_double; write nf4",
+    ("--training.float8", "rowwise"): (
+        "--training.float8 rowwise: is incompatible with [lora] base_dtype = nf4, whose products need dequantized matrices"
+    ),
+    ("--lora.targets", "*.wz"): "--lora.targets *.wz: *.wz matches no linear module of the blocks",
     ("--lora.train_fully", "layers.1.feed_forward.w1", "--lora.targets", "*.wq"): (
         "--lora.train_fully layers.1.feed_forward.w1: layers.1.feed_forward.w1 is trained, but [lora] base_dtype = nf4 keeps its "
         "weight in 4 bits"

@@ -82,6 +82,10 @@ def _rules(config: Config) -> Iterator[tuple[str, object, str]]:
     yield "checkpoint.init_exclude", config.lora.rank and config.checkpoint.init_exclude, message
     message = "cannot be combined with [lora] rank; scripts/convert_hf.py to-hf --averaged writes a base model"
     yield "checkpoint.init_averaged", config.lora.rank and config.checkpoint.init_averaged, message
+    message = (
+        f"is incompatible with [lora] base_dtype = {config.lora.base_dtype}, whose products need dequantized matrices"
+    )
+    yield "training.float8", training.float8 != "none" and config.lora.base_dtype != "keep", message
     yield from _evaluation_rules(config)
     rolls_back = config.resilience.on_loss_spike == "rollback" and not config.checkpoint.enabled
     yield "resilience.on_loss_spike", rolls_back, "rollback needs [checkpoint] enabled = true"
