@@ -71,6 +71,9 @@ MATRIX = [
     "tp=2 lora.rank=8 checkpoint.init_from=. training.compute_dtype=bf16",
     "dp_shard=2 preference.loss=simpo data.dataset=preference data.packing=none data.long_documents=drop "
     "data.document_mask=true",
+    "dp_shard=1 training.compute_dtype=bf16 training.float8=tensorwise",
+    "dp_shard=2 training.compute_dtype=bf16 training.float8=tensorwise activation_checkpoint.mode=selective",
+    "tp=2 training.compute_dtype=bf16 training.float8=rowwise",
     "dp_shard=2 optimizer.name=muon",
     "dp_shard=2 optimizer.name=muon training.compute_dtype=bf16 activation_checkpoint.mode=full",
     "tp=2 optimizer.name=muon",

@@ -336,6 +336,7 @@ def test_patterns_exclude_modules():
             "training.float8_exclude: layers.0.feed_forward.w4 matches no linear module of the blocks; did you mean "
             "'layers.0.feed_forward.w3'?",
         ),
+        ({"float8_exclude": ("*.wx",)}, "training.float8_exclude: *.wx matches no linear module of the blocks"),
         ({"float8_exclude": ("output",)}, "training.float8_exclude: output matches no linear module of the blocks"),
         (
             {"float8_exclude": ("*",)},

@@ -79,7 +79,7 @@ class Step(ABC):
     def _sum(self, results: Sequence[Tensor | None], readout: Readout) -> Tensor:
         """Return the sum over the microbatches and over loss_group, as a vector. PipelineStep adds the sum over the stages."""
         own = [result for result in results if result is not None]
-        total = _total(own) if own else torch.zeros(readout.shape, device=self.phases.device)
+        total = _total(own) if own else torch.zeros(readout.shape, dtype=torch.float32, device=self.phases.device)
         return sum_over(total.reshape(-1), self.loss_group)
 
 
