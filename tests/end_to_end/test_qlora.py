@@ -6,6 +6,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from safetensors import safe_open
 from torch.distributed.tensor import DTensor
 from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -193,6 +194,8 @@ def test_an_adapter_is_merged_into_the_base_that_it_was_trained_on_or_into_the_o
         words = ["merge", str(tmp_path / "run"), str(out), "--dtype", "fp32", "--into", into]
         monkeypatch.setattr(sys, "argv", ["convert_hf.py", *words])
         convert_hf.main()
+        with safe_open(out / "model.safetensors", framework="pt") as tensors:
+            assert tensors.metadata().get("meshwright_base") == {"quantized": "nf4_double"}.get(into)
         merged = [*argv, "--lora.base_dtype", "keep", "--checkpoint.init_from", str(out)]
         ranks(1).run(train, [*merged, *in_folder(tmp_path / f"from_{into}")])
         (record,) = records(tmp_path / f"from_{into}")
