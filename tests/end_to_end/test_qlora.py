@@ -195,7 +195,7 @@ def test_an_adapter_is_merged_into_the_base_that_it_was_trained_on_or_into_the_o
         monkeypatch.setattr(sys, "argv", ["convert_hf.py", *words])
         convert_hf.main()
         with safe_open(out / "model.safetensors", framework="pt") as tensors:
-            assert tensors.metadata().get("meshwright_base") == (into if into == "quantized" else None)
+            assert tensors.metadata().get("meshwright_base") == {"quantized": "nf4_double"}.get(into)
         merged = [*argv, "--lora.base_dtype", "keep", "--checkpoint.init_from", str(out)]
         ranks(1).run(train, [*merged, *in_folder(tmp_path / f"from_{into}")])
         (record,) = records(tmp_path / f"from_{into}")

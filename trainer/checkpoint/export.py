@@ -45,8 +45,6 @@ class HfExport:
     """Name -> content of the files that do not depend on the weights."""
     averaged: bool
     """Whether the weights are the averages of the run."""
-    into_quantized: bool
-    """Whether the adapter is merged into the quantized base model."""
 
     @classmethod
     def open(
@@ -72,7 +70,7 @@ class HfExport:
         weights = open_weights(checkpoint, base, alone=True, averaged=averaged, into_quantized=into_quantized)
         with manifest.damage_as_config_error(checkpoint):
             model = ModelMetadata.read(checkpoint)
-        return cls(checkpoint, dtype, weights, model, exported_files(checkpoint, model), averaged, into_quantized)
+        return cls(checkpoint, dtype, weights, model, exported_files(checkpoint, model), averaged)
 
     @property
     def spec(self) -> ModelSpec:
@@ -112,7 +110,9 @@ class HfExport:
         stored = hf.tensors(hf.matrices({name: weights[name] for name in parameters}))
         entries = [self._entry(name, group, progress) for name, group in stored.items()]
         groups = group_by_file(entries, shard_bytes)
-        metadata = export_metadata(self.checkpoint, self.averaged, self.into_quantized)
+        metadata = export_metadata(self.checkpoint, self.averaged)
+        if isinstance(self.weights, AdapterSource) and self.weights.quantized:
+            metadata["meshwright_base"] = self.weights.adapter.config.base_dtype
         weight_map = {}
         for i, group in enumerate(groups, start=1):
             file = f"model-{i:05d}-of-{len(groups):05d}.safetensors" if len(groups) > 1 else "model.safetensors"

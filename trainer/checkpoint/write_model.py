@@ -55,20 +55,11 @@ def group_by_file(entries: list[TensorWrite], max_bytes: int) -> list[list[Tenso
     return groups
 
 
-def export_metadata(checkpoint: Path, averaged: bool, into_quantized: bool = False) -> dict[str, str]:
-    """Return the metadata of the safetensors files in an export of a checkpoint, which identify the exported weights.
-
-    Args:
-        checkpoint: The checkpoint.
-        averaged: Whether its averaged weights are exported.
-        into_quantized: Whether its adapter is merged into the quantized base model.
-
-    Raises:
-        OSError: The checkpoint cannot be read.
-    """
+def export_metadata(checkpoint: Path, averaged: bool) -> dict[str, str]:
+    """Return the metadata of the safetensors files in an export of a checkpoint. They identify the checkpoint, and say whether
+    its averaged weights were exported. Raises OSError."""
     metadata = {"format": "pt", "meshwright_checkpoint": digest_of(checkpoint / manifest.NAME)}
-    metadata |= {"meshwright_weights": "averaged"} if averaged else {}
-    return metadata | ({"meshwright_base": "quantized"} if into_quantized else {})
+    return metadata | {"meshwright_weights": "averaged"} if averaged else metadata
 
 
 def layer_order(name: str) -> list[tuple[int, str]]:
