@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from models.spec import ParallelPlan, tensor_styles
+from models.spec import ParallelPlan, styles_in_blocks
 from trainer.adapters.nf4 import BLOCK, stored_bytes
 from trainer.config import ConfigError, ParallelConfig
 from trainer.parallel.fsdp import apply_fsdp
@@ -80,10 +80,10 @@ def require_storable(
             "and tp alone need no FSDP"
         )
         raise ConfigError("lora.base_dtype", message)
-    styles = tensor_styles(model.get_submodule(plan.blocks_path))
+    styles = styles_in_blocks(model, plan.blocks_path)
     for name in sorted(quantized):
         columns = model.get_parameter(name).shape[-1]
-        is_split = styles.get(name.removeprefix(f"{plan.blocks_path}.").removesuffix(".weight")) == "row"
+        is_split = styles.get(name.removesuffix(".weight")) == "row"
         if is_split and columns % (BLOCK * dims.tp):
             rule = f"{BLOCK} x tp = {BLOCK * dims.tp} must divide the {columns} columns of {name}"
             raise ConfigError("parallel.tp", f"splits blocks of [lora] base_dtype: {rule}")
