@@ -3,6 +3,7 @@
 import math
 from contextlib import nullcontext
 from functools import partial
+from shutil import which
 from types import SimpleNamespace
 from unittest import mock
 
@@ -125,6 +126,12 @@ def test_the_reference_of_parity_rounds_like_float8_where_it_is_normal(dtype):
     values = values[values.abs() >= torch.finfo(dtype).tiny]
     assert torch.equal(round_significand(values, dtype), values.to(dtype).double())
     assert round_significand(torch.tensor([1.3e-30, 0.0]).double(), dtype).ne(0).tolist() == [True, False]
+
+
+@pytest.mark.skipif(which("g++") is None, reason="needs a C++ compiler")
+def test_the_reference_of_parity_can_be_compiled():
+    values = normal(100).double()
+    assert torch.equal(torch.compile(round_significand)(values, E4M3), round_significand(values, E4M3))
 
 
 def test_zeros_stay_zeros_and_what_is_not_finite_stays_visible():

@@ -68,7 +68,14 @@ def test_the_simulated_peak_is_that_of_the_allocator(ranks, size, layout):
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_products_of_linear_modules_count_at_the_rate_of_float8(compiled):
-    flags = ["--training.compute_dtype", "bf16", "--training.float8", "rowwise", "--compile.enabled", str(compiled).lower()]
+    flags = [
+        "--training.compute_dtype",
+        "bf16",
+        "--training.float8",
+        "rowwise",
+        "--compile.enabled",
+        str(compiled).lower(),
+    ]
     (plan,) = planned(2, *EIGHT, *flags, on_gpu=True)
     resolved = resolve(load_config([*MODEL, *EIGHT]), 2)
     parameters = meta_model(resolved.spec.model, resolved.sizes).named_parameters()
