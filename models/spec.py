@@ -51,6 +51,11 @@ def tensor_styles(module: nn.Module) -> dict[str, str]:
     return styles
 
 
+def styles_in_blocks(model: nn.Module, blocks_path: str) -> dict[str, str]:
+    """Return the tensor-parallel styles of the modules inside the blocks, by name in the complete model."""
+    return {f"{blocks_path}.{name}": style for name, style in tensor_styles(model.get_submodule(blocks_path)).items()}
+
+
 def multiply_adds(model: nn.Module) -> dict[str, int]:
     """Return name of a matrix, or of stacked matrices -> number of multiply-adds per token in its products. A linear layer
     multiplies each token by its weight. Other modules state their numbers in `multiply_adds_per_token`, by parameter."""

@@ -50,7 +50,7 @@ from trainer.config.command_line import (
     run_to_end,
 )
 from trainer.config.packages import require_package
-from trainer.config.render import differing_settings, setting_texts, to_toml
+from trainer.config.render import require_same_settings, to_toml
 from trainer.system.files import atomic_write, folder_error, read_json_lines, read_json_object
 from trainer.system.process import die_with_parent
 from trainer.system.spelling import counted
@@ -306,13 +306,8 @@ def main() -> None:
     folder = test.run.folder
     if os.path.exists(folder) and (problem := folder_error(folder)):
         die(f"{folder} {problem}")
-    if (folder / "config.toml").exists() and read_curve(folder)[0].losses:
-        file = folder / "config.toml"
-        before, now = setting_texts(file.read_text(), file), setting_texts(to_toml(test), file)
-        differences = [d for d in differing_settings(before, now) if not d.startswith(_NOT_COMPARED)]
-        if differences:
-            advice = f"remove {folder}, or set another --run.name"
-            die(f"{folder} has a range test with other settings ({', '.join(differences[:3])}); {advice}")
+    if read_curve(folder)[0].losses:
+        require_same_settings(test, "a range test", _NOT_COMPARED)
     if (folder / RESULT).exists():
         print(f"{folder / RESULT}: this range test is complete; to repeat it, remove {folder}")
         saved = read_json_object(folder / RESULT)["suggestion"]

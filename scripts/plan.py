@@ -72,7 +72,7 @@ def arguments() -> Arguments:
     group.add_argument("--memory-gib", type=positive_float, metavar="X", help="device memory")
     group.add_argument("--host-memory-gib", type=positive_float, metavar="X", help="host memory per device")
     group.add_argument(
-        "--peak-tflops", type=positive_float, metavar="X", help="peak rate of dense matmuls, not in float8"
+        "--peak-tflops", type=positive_float, metavar="X", help="peak rate of dense matmuls; float8 in proportion"
     )
     group.add_argument("--gpus-per-node", type=positive_int, metavar="N", help="devices in a node")
     for flag, (field, text) in RATES.items():

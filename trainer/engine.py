@@ -18,7 +18,7 @@ from trainer.objective.cross_entropy import CrossEntropy, CrossEntropyWithZLoss
 from trainer.objective.objective import Objective, require_complete
 from trainer.objective.preference import Preference
 from trainer.optim.average import WeightAverage
-from trainer.optim.optimizer import Optimizer, build_optimizer
+from trainer.optim.optimizer import Optimizer, optimizer_class
 from trainer.optim.quantization import require_shard_independent_blocks
 from trainer.parallel.attention import AttentionBackend
 from trainer.parallel.balance import Load, apply_balance
@@ -180,7 +180,7 @@ class Engine:
         if config.muon_dtype == "auto":
             config = replace(config, muon_dtype=self.config.training.compute_dtype)
         groups, ranks = resolved.optimizer.groups, resolved.dims.ranks_per_stage
-        return build_optimizer(self.parameters, config, groups, ranks, biases, meshes.stage)
+        return optimizer_class(config)(self.parameters, config, groups, ranks, biases, meshes.stage)
 
     def initialize(self, loaded: Collection[str]) -> None:
         """Set the initial values of all weights except those in `loaded`, whose values are loaded afterwards."""

@@ -206,6 +206,8 @@ def _reference_hash(config: Config, resolved: ResolvedRun, weights_digest: str, 
         changes.append(config.optimizer.base_width)
     adapted = adapter and [adapter, lora.scale, lora.dtype]
     precision = [training.compute_dtype, training.parameter_dtype]
+    if training.float8 != "none":
+        precision += [training.float8, *training.float8_exclude]
     if lora.train_fully:
         precision += [lora.dtype, *lora.train_fully]
     if lora.base_dtype != "keep":

@@ -69,6 +69,9 @@ MATRIX = [
     "dp_shard=2 lora.rank=8 checkpoint.init_from=. training.parameter_dtype=bf16 training.compute_dtype=bf16 "
     "activation_checkpoint.mode=full",
     "tp=2 lora.rank=8 checkpoint.init_from=. training.compute_dtype=bf16",
+    "dp_shard=2 lora.rank=8 lora.base_dtype=nf4 checkpoint.init_from=. training.parameter_dtype=bf16 "
+    "training.compute_dtype=bf16 activation_checkpoint.mode=full",
+    "tp=2 lora.rank=8 lora.base_dtype=nf4_double checkpoint.init_from=. training.compute_dtype=bf16",
     "dp_shard=2 preference.loss=simpo data.dataset=preference data.packing=none data.long_documents=drop "
     "data.document_mask=true",
     "dp_shard=1 training.compute_dtype=bf16 training.float8=tensorwise",

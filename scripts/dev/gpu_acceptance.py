@@ -63,6 +63,7 @@ _MODES = ("none", "selective", "full")
 _NONE, _SELECTIVE, _FULL = ({"activation_checkpoint.mode": mode} for mode in _MODES)
 _BF16 = {"training.parameter_dtype": "bf16", "optimizer.state_dtype": "bf16"}
 _LORA = {"training.parameter_dtype": "bf16", "lora.rank": "16"}
+_QLORA = _LORA | {"lora.base_dtype": "nf4_double"}
 _LORA_OF_ATTENTION = _LORA | {"lora.targets": "*.attention.*"}
 _EAGER = {"compile.enabled": "false"}
 _TENSORWISE, _ROWWISE = ({"training.float8": recipe} for recipe in ("tensorwise", "rowwise"))
@@ -99,6 +100,8 @@ SPEED = {
     "Llama 3 8B, bf16, float8 rowwise, selective": _model("llama3", "8b", _BF16, _SELECTIVE, _ROWWISE),
     "Llama 3.2 1B, fp32, float8, none": _1B | _NONE | _TENSORWISE,
     "Llama 3 8B, LoRA, float8, none": _model("llama3", "8b", _LORA, _NONE, _TENSORWISE),
+    "Llama 3 8B, QLoRA, full": _model("llama3", "8b", _QLORA, _FULL),
+    "Qwen3 30B-A3B, QLoRA, full": _model("qwen3-moe", "30b-a3b", _LORA_OF_ATTENTION | _QLORA, _FULL),
     "Llama 3 8B, bf16, eager, selective": _model("llama3", "8b", _BF16, _SELECTIVE, _EAGER),
     "Llama 3 8B, bf16, selective, 4,096 tokens of the loss at once": _model(
         "llama3", "8b", _BF16, _SELECTIVE, {"training.loss_chunk_tokens": "4096"}

@@ -25,9 +25,9 @@ from trainer.system.process import exit_on_interrupt
 if __name__ == "__main__":
     exit_on_interrupt()
 
-from trainer.config import Config, ConfigError
+from trainer.config import ConfigError
 from trainer.config.command_line import Arguments, config_from_command_line, file_to_write, run_to_end
-from trainer.config.render import differing_settings, setting_texts, to_toml
+from trainer.config.render import require_same_settings
 from trainer.planning.report import canvas, save
 from trainer.reporting.records import Curve, read_records
 from trainer.run.sinks.sink import METRICS_FILE
@@ -92,18 +92,6 @@ def train(argv: Sequence[str]) -> bool:
     return not code
 
 
-def require_same_settings(config: Config) -> None:
-    """Raise ConfigError if the run folder contains a run with other settings, whose losses would be shown as new ones."""
-    file = config.run.folder / "config.toml"
-    if file.exists():
-        before, now = setting_texts(file.read_text(), file), setting_texts(to_toml(config), file)
-        if differences := differing_settings(before, now):
-            advice = f"remove {config.run.folder}, or set another --run.name"
-            raise ConfigError(
-                "", f"{config.run.folder} has a run with other settings ({', '.join(differences[:3])}); {advice}"
-            )
-
-
 def draw(figure: Any, path: Path, results: Sequence[Result]) -> None:
     """Draw the training losses of the best run of each first value. figure: result of `canvas` for this path."""
     axes = figure.add_subplot()
@@ -135,7 +123,7 @@ def main() -> None:
         name = "-".join([base.run.name, *values])
         of_run = flags(settings_of(argv) | dict(zip(varied, values, strict=True)) | {"run.name": name})
         runs.append((values, config_from_command_line(of_run), of_run))
-        require_same_settings(runs[-1][1])  # of all runs, before the first one starts
+        require_same_settings(runs[-1][1], "a run")  # of all runs, before the first one starts
     results = []
     for values, config, of_run in runs:
         ended_well = train(of_run)

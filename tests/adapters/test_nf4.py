@@ -53,7 +53,8 @@ def test_codes_scales_and_values_are_those_of_bitsandbytes(stored):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_codes_are_those_of_the_installed_bitsandbytes(dtype):
-    functional = pytest.importorskip("bitsandbytes.functional")
+    from bitsandbytes import functional  # here, because it takes seconds
+
     rows = rows_of((96, 256), dtype)
     codes, state = functional.quantize_4bit(rows, quant_type="nf4", blocksize=64)
     parts = quantize(rows, is_double=False)

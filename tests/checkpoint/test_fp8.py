@@ -1,18 +1,22 @@
 """Folders whose matrices are stored in FP8 with scales of blocks."""
 
 import json
+import re
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from tests.training_runs import in_folder, lines_logged_by_train, records
 from trainer.checkpoint.fp8 import decode
 from trainer.checkpoint.huggingface import HfModelFolder
 from trainer.checkpoint.storage import read_regions
 from trainer.config import ConfigError
 
-BLOCK = (16, 32)
+BLOCK = (24, 40)
 SETTINGS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [*BLOCK]}
 
 
@@ -20,13 +24,13 @@ SETTINGS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block
 def folder(tmp_path):
     """Return a folder with a small Qwen3, whose blocks do not divide all matrices, and its decoded tensors by stored name."""
     sizes = {
-        "hidden_size": 40,
-        "intermediate_size": 72,
+        "hidden_size": 64,
+        "intermediate_size": 128,
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
-        "head_dim": 8,
+        "head_dim": 16,
     }
-    config = transformers.Qwen3Config(**sizes, num_key_value_heads=2, vocab_size=31)
+    config = transformers.Qwen3Config(**sizes, num_key_value_heads=2, vocab_size=2048)
     torch.manual_seed(0)
     transformers.Qwen3ForCausalLM(config).bfloat16().save_pretrained(tmp_path / "in")
     decoded = load_file(tmp_path / "in" / "model.safetensors")
@@ -66,6 +70,29 @@ def test_every_region_is_read_in_bf16(folder):
     part = torch.empty(26, 51, dtype=torch.bfloat16)
     read_regions(source, hf.index, {name: (part, region)}, hf.read)
     assert torch.equal(part, decoded["model.layers.1.mlp.down_proj.weight"][region])
+
+
+def start(ranks, tiny, folder, run):
+    """Train adapters on a base in 4 bits for one step. Return the loss, and the line about the weights."""
+    config = run.with_suffix(".toml")
+    config.write_text(re.sub(r"overrides = .*", f'pretrained = "{folder}"', Path(tiny[1]).read_text()))
+    argv = ["--config", str(config), *in_folder(run), "--tokenizer.backend", "default", "--training.steps", "1"]
+    argv += ["--lora.rank", "4", "--lora.base_dtype", "nf4_double", "--training.local_batch_size", "4"]
+    lines, _ = ranks(2).run(lines_logged_by_train, argv)
+    (record,) = records(run)
+    return record["loss"], next(line for line in lines if line.startswith("weights: "))
+
+
+def test_a_base_in_4_bits_is_that_of_the_decoded_folder(folder, ranks, tiny, tmp_path):
+    source, decoded = folder
+    (tmp_path / "decoded").mkdir()
+    save_file(decoded, tmp_path / "decoded" / "model.safetensors")
+    shutil.copy(source / "config.json", tmp_path / "decoded")
+    configure(tmp_path / "decoded", quantization_config=None)
+    expected, _ = start(ranks, tiny, tmp_path / "decoded", tmp_path / "a")
+    loss, line = start(ranks, tiny, source, tmp_path / "b")
+    assert loss == expected
+    assert line.startswith(f"weights: loaded from {source} (") and "2 files, model-00001-of-00002.safetensors" in line
 
 
 def test_decoded_values_are_products_rounded_once():

@@ -4,6 +4,8 @@ import dataclasses
 import json
 import shutil
 import sys
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -28,6 +30,7 @@ from tests.training_runs import (
     records,
     trainer_from,
 )
+from trainer.adapters.nf4 import round_trip
 from trainer.adapters.select import LORA_A
 from trainer.batch import IGNORE_INDEX
 from trainer.checkpoint.adapter import open_weights
@@ -49,6 +52,11 @@ FAMILIES = {
     "llama": [],
     "tied": ["--model.overrides.tied_embeddings", "true"],
     "qwen3": ["--model.name", "qwen3", "--model.overrides.head_dim", "16"],
+    # Rows of blocks of 64 values, and a base whose scales are exact in bf16.
+    "llama in 4 bits": [
+        *("--model.overrides.dim", "64", "--model.overrides.hidden_dim", "128"),
+        *("--training.parameter_dtype", "bf16"),
+    ],
     **{
         name: ["--model.name", name, "--model.overrides.head_dim", "16", "--model.overrides.hidden_dim", "48"]
         for name in ("mixtral", "qwen3-moe", "gpt-oss")
@@ -120,7 +128,24 @@ def lora_steps(argv):
     return initial, batches, gradients, frozen
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def in_4_bits(folder):
+    """Return transformers' model in fp32 with a base in 4 bits: of bitsandbytes or, where it is not installed, dequantized."""
+    options = {"attn_implementation": "eager", "dtype": torch.float32}
+    load = partial(transformers.AutoModelForCausalLM.from_pretrained, folder, **options)
+    if find_spec("bitsandbytes"):
+        settings = transformers.BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32
+        )
+        return load(quantization_config=settings, device_map="cpu")
+    model = load()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "_proj." in name:
+                weight.copy_(round_trip(weight, is_double=False))
+    return model
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "llama in 4 bits"])
 def test_losses_and_gradients_of_20_steps_equal_those_of_peft(ranks, bases, tmp_path, family):
     peft = pytest.importorskip("peft")
     argv = [
@@ -133,6 +158,7 @@ def test_losses_and_gradients_of_20_steps_equal_those_of_peft(ranks, bases, tmp_
         "none",
     ]
     argv += ["--optimizer.weight_decay", "0.1", "--optimizer.lr", "1e-3", "--training.local_batch_size", "8"]
+    argv += ["--lora.base_dtype", "nf4"] if "4 bits" in family else []
     ((initial, batches, gradients, frozen),) = ranks(1).run(lora_steps, argv)
     assert len(gradients) == 20 and not frozen
     assert {p.rpartition(".")[2] for p in initial} == {"lora_a", "lora_b"} and len(initial) == 4 * 2 * 7
@@ -141,10 +167,13 @@ def test_losses_and_gradients_of_20_steps_equal_those_of_peft(ranks, bases, tmp_
     resolved = resolve(config, 1)
     base = Path(config.checkpoint.init_from)
     HfExport.open(max((base / "checkpoints").iterdir()), torch.float32).write(tmp_path / "hf", GIB, lambda n: None)
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", attn_implementation="eager")
+    if "4 bits" in family:
+        model = in_4_bits(tmp_path / "hf")
+    else:
+        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", attn_implementation="eager")
     modules = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     settings = peft.LoraConfig(r=4, lora_alpha=config.lora.alpha, target_modules=modules, task_type="CAUSAL_LM")
-    model = peft.get_peft_model(model, settings)
+    model = peft.get_peft_model(model, settings).train()  # in evaluation, bitsandbytes computes in bf16 on some CPUs
     names, own = PeftNames(resolved.spec, resolved.sizes), dict(model.named_parameters())
     keys = {name: names.stored(name).replace(".weight", ".default.weight") for name in initial}
 
@@ -620,6 +649,10 @@ MISTAKES = {
     ): "--lora.init_from {rankless}: {rankless}: model.json does not describe an adapter",
     (
         "--lora.init_from",
+        "{unknown_base}",
+    ): "--lora.init_from {unknown_base}: {unknown_base}: model.json does not describe an adapter",
+    (
+        "--lora.init_from",
         "{damaged}",
     ): "--lora.init_from {damaged}: {damaged}: rank-00000.safetensors does not match its hash",
 }
@@ -631,7 +664,8 @@ def places(finished, bases, tmp_path_factory):
     folder, run = tmp_path_factory.mktemp("places"), finished("llama")
     places = {"run": run, "checkpoint": checkpoint_of(run), "base": Path(bases("llama")[-1])}
     places |= {
-        name: folder / name for name in ("peft", "shape", "dora", "damaged", "linked", "linked_config", "rankless")
+        name: folder / name
+        for name in ("peft", "shape", "dora", "damaged", "linked", "linked_config", "rankless", "unknown_base")
     }
     places["base_checkpoint"] = checkpoint_of(places["base"])
     for name in ("peft", "shape", "dora", "linked", "linked_config"):
@@ -646,11 +680,13 @@ def places(finished, bases, tmp_path_factory):
     (places["dora"] / "adapter_config.json").write_text(json.dumps(config))
     shutil.copytree(places["checkpoint"], places["damaged"])
     damage(places["damaged"])
-    shutil.copytree(places["checkpoint"], places["rankless"])
-    model = json.loads((places["rankless"] / "model.json").read_text())
-    del model["lora"]["rank"]
-    (places["rankless"] / "model.json").write_text(json.dumps(model))
-    update_manifest(places["rankless"])
+    for name, change in (("rankless", {"rank": None}), ("unknown_base", {"base_dtype": "nf3"})):
+        shutil.copytree(places["checkpoint"], places[name])
+        file = places[name] / "model.json"
+        model = json.loads(file.read_text())
+        lora = {key: value for key, value in (model["lora"] | change).items() if value is not None}
+        file.write_text(json.dumps(model | {"lora": lora}))
+        update_manifest(places[name])
     return places
 
 

@@ -290,7 +290,9 @@ def test_reference_log_probabilities_are_computed_once(ranks, dpo, tmp_path):
     assert ranks(1).run(train_counting, [*dpo, *in_folder(tmp_path / "d"), "--run.seed", "1"])[0][0] == 0
     other = ["--checkpoint.init_exclude", "output.weight"]
     assert ranks(1).run(train_counting, [*dpo, *in_folder(tmp_path / "e"), *other])[0][0] == 12
-    assert len(stored_values(tmp_path / "stores")) == 2 * len(values)
+    other = ["--training.float8", "rowwise"]
+    assert ranks(1).run(train_counting, [*dpo, *in_folder(tmp_path / "f"), *other])[0][0] == 12
+    assert len(stored_values(tmp_path / "stores")) == 3 * len(values)
 
 
 def test_reference_log_probabilities_depend_on_the_precision_of_fully_trained_modules(ranks, dpo, tmp_path):

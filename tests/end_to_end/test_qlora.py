@@ -6,7 +6,11 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from safetensors import safe_open
+from torch.distributed.tensor import DTensor
 from torch.torch_version import TorchVersion
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from scripts import convert_hf
 from tests import training_runs
@@ -95,12 +99,37 @@ def test_a_base_in_4_bits_has_the_losses_and_gradients_of_one_rank(ranks, bases,
 # ---------------------------------------------------------------- memory and checkpoints
 
 
+class LargestValues(TorchDispatchMode):
+    """Records the shapes of floating-point tensors with more values than `limit` for which operators allocate memory."""
+
+    def __init__(self, limit):
+        super().__init__()
+        self.limit, self.shapes = limit, set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(issubclass(t, DTensor) for t in types):
+            return NotImplemented
+        result = func(*args, **(kwargs or {}))
+        given, made = (
+            [t for t in tree_leaves(tree) if isinstance(t, torch.Tensor)] for tree in ((args, kwargs), result)
+        )
+        storages = {t.untyped_storage().data_ptr() for t in given if t.device.type != "meta"}
+        for t in made:
+            is_large = t.is_floating_point() and t.numel() > self.limit and t.device.type != "meta"
+            if is_large and t.untyped_storage().data_ptr() not in storages:
+                self.shapes.add(tuple(t.shape))
+        return result
+
+
 def quantized_parts(argv):
-    """Build a trainer on this rank. Return the bytes of its frozen parts, and of the values that they stand for."""
-    trainer = trainer_from(combine(argv))
+    """Build a trainer on this rank, with small pieces. Return the bytes of its frozen parts, the number of values that they stand
+    for, and the shapes of the larger tensors that were used meanwhile."""
+    limit = 2**13
+    with patch.object(nf4, "_CHUNK", limit), LargestValues(limit) as recorded:
+        trainer = trainer_from(combine(argv))
     weights = [weight.parts for weight in trainer.engine.quantized.values()]
     num_bytes = sum(to_local(part).nbytes for parts in weights for part in parts.values())
-    return num_bytes, sum(2 * to_local(parts[nf4.CODES]).numel() for parts in weights)
+    return num_bytes, sum(2 * to_local(parts[nf4.CODES]).numel() for parts in weights), recorded.shapes
 
 
 @pytest.mark.parametrize(("base_dtype", "most"), [("nf4", 0.532), ("nf4_double", 0.52)])
@@ -111,7 +140,9 @@ def test_a_rank_holds_its_share_of_the_bytes(ranks, bases, tmp_path, base_dtype,
     num_values = sum(
         p.numel() for n, p in resolved.spec.model(resolved.sizes).named_parameters() if n in resolved.storage.quantized
     )
-    assert sum(values for _, values in counts) == num_values and counts[0] == counts[1]
+    assert sum(values for _, values, _ in counts) == num_values and counts[0][:2] == counts[1][:2]
+    # Only the embedding and the output, which are not quantized, are in memory as values: as a whole and as shards.
+    assert all(shapes == {(2048, 128), (1024, 128)} for _, _, shapes in counts)
     row_maxima = 4 / 128 if base_dtype == "nf4_double" else 0  # at 128 columns; 4 / 4096 in Llama 3 8B
     assert counts[0][0] / counts[0][1] <= most + row_maxima
     (plan,) = simulate([(load_config(combine(argv)), 0)], 2, on_gpu=False)
@@ -163,6 +194,8 @@ def test_an_adapter_is_merged_into_the_base_that_it_was_trained_on_or_into_the_o
         words = ["merge", str(tmp_path / "run"), str(out), "--dtype", "fp32", "--into", into]
         monkeypatch.setattr(sys, "argv", ["convert_hf.py", *words])
         convert_hf.main()
+        with safe_open(out / "model.safetensors", framework="pt") as tensors:
+            assert tensors.metadata().get("meshwright_base") == {"quantized": "nf4_double"}.get(into)
         merged = [*argv, "--lora.base_dtype", "keep", "--checkpoint.init_from", str(out)]
         ranks(1).run(train, [*merged, *in_folder(tmp_path / f"from_{into}")])
         (record,) = records(tmp_path / f"from_{into}")
@@ -194,6 +227,7 @@ def test_a_base_that_is_not_quantized_cannot_be_merged_into_as_such(ranks, bases
 MISTAKES = {
     ("--lora.rank", "none"): "--lora.base_dtype nf4: has an effect only with [lora] rank",
     ("--lora.base_dtype", "4bit"): "--lora.base_dtype 4bit: expected one of keep, nf4, nf4_double; write nf4",
+    ("--lora.targets", "*.wz"): "--lora.targets *.wz: *.wz matches no linear module of the blocks",
     ("--lora.train_fully", "layers.1.feed_forward.w1", "--lora.targets", "*.wq"): (
         "--lora.train_fully layers.1.feed_forward.w1: layers.1.feed_forward.w1 is trained, but [lora] base_dtype = nf4 keeps its "
         "weight in 4 bits"

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from trainer.config import OptimizerConfig
 from trainer.optim.average import WeightAverage
 from trainer.optim.groups import resolve_groups
-from trainer.optim.optimizer import build_optimizer
+from trainer.optim.optimizer import optimizer_class
 from trainer.parallel.fsdp import reshard_all
 from trainer.runtime.dtensor import to_local
 
@@ -29,7 +29,7 @@ def build(parameters, decay, placement):
     config = OptimizerConfig(lr=0.1, ema_decay=decay, **placement)
     matrices = parameters if config.name == "muon" else ()
     groups = resolve_groups(config, parameters, matrices=matrices)
-    optimizer = build_optimizer(parameters, config, groups, dist.get_world_size())
+    optimizer = optimizer_class(config)(parameters, config, groups, dist.get_world_size())
     return optimizer, WeightAverage(optimizer, config.ema_decay)
 
 

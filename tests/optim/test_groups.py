@@ -6,7 +6,7 @@ import torch
 from trainer.config import ConfigError, OptimizerConfig
 from trainer.config.load import load_config
 from trainer.optim.groups import resolve_groups
-from trainer.optim.optimizer import build_optimizer
+from trainer.optim.optimizer import optimizer_class
 from trainer.run.resolve import resolve
 from trainer.run.run_folder import width_transfer
 
@@ -275,7 +275,7 @@ def one_step(placement):
     parameters = {name: torch.nn.Parameter(torch.ones(2, 256)) for name in ("a", "b", "c")}
     options = {"a": "lr=0.5 decay=0", "b": "decay=0.25"}
     config = OptimizerConfig(groups=options, weight_decay=0.5, **placement)
-    optimizer = build_optimizer(parameters, config, resolve_groups(config, parameters), 1)
+    optimizer = optimizer_class(config)(parameters, config, resolve_groups(config, parameters), 1)
     optimizer.start_step(0.1)
     sum(p.sum() for p in parameters.values()).backward()
     optimizer.clip(None)

@@ -14,7 +14,7 @@ from trainer.config import OptimizerConfig
 from trainer.optim.exchange import Matrix, assign_owners, buckets
 from trainer.optim.groups import resolve_groups
 from trainer.optim.muon import COEFFICIENTS, orthogonalize
-from trainer.optim.optimizer import build_optimizer
+from trainer.optim.optimizer import optimizer_class
 from trainer.runtime.dtensor import local_region, sharded_like
 
 SHAPES = {"wide": (6, 24), "tall": (33, 8), "square": (16, 16), "few rows": (2, 40), "stack": (4, 12, 8)}
@@ -30,7 +30,7 @@ def muon(parameters, **settings):
     config = OptimizerConfig(name="muon", **{"muon_dtype": "fp32", "weight_decay": 0.1, **settings})
     groups = resolve_groups(config, parameters, matrices=parameters)
     stage = dist.group.WORLD if dist.get_world_size() > 1 else None
-    return build_optimizer(parameters, config, groups, dist.get_world_size(), stage=stage)
+    return optimizer_class(config)(parameters, config, groups, dist.get_world_size(), stage=stage)
 
 
 class Model(torch.nn.Module):

@@ -10,7 +10,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from trainer.config import OptimizerConfig
 from trainer.optim.groups import resolve_groups
-from trainer.optim.optimizer import build_optimizer
+from trainer.optim.optimizer import optimizer_class
 from trainer.runtime.device import DTYPES
 from trainer.runtime.dtensor import sharded_like, to_local
 
@@ -22,7 +22,7 @@ def build_model() -> nn.Module:
 
 def optimizer_of(parameters, config, ranks_per_stage, biases=()):
     trained = {name: p for name, p in parameters.items() if p.requires_grad}
-    return build_optimizer(parameters, config, resolve_groups(config, trained, biases), ranks_per_stage, biases)
+    return optimizer_class(config)(parameters, config, resolve_groups(config, trained, biases), ranks_per_stage, biases)
 
 
 def test_stacked_biases_neither_decay_nor_are_their_moments_quantized():

@@ -165,7 +165,9 @@ def test_blocks_that_stay_uncompiled_have_the_forwards_of_eager_mode(ranks, mode
 
 @pytest.mark.parametrize(("mode", "budget"), [("budget", 0.25), ("none", 1.0)])
 def test_every_run_sets_the_options_of_the_compiler(mode, budget):
+    configure_compiler(ActivationCheckpointConfig(), None, quantizes=True)
     configure_compiler(ActivationCheckpointConfig(mode=mode, memory_budget=0.25), None)
+    assert torch._inductor.config.score_fusion_memory_threshold == 10
     assert torch._functorch.config.activation_memory_budget == budget
     assert torch._functorch.config.unsafe_allow_optimization_of_collectives == (mode == "budget")
     assert not torch._inductor.config._micro_pipeline_tp

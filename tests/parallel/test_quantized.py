@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 from unittest.mock import patch
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.profiler import ProfilerActivity, profile
 
 from models import MODELS
 from models.context import Context
@@ -23,7 +25,7 @@ from trainer.objective.cross_entropy import CrossEntropyHead
 from trainer.parallel.attention import CPU_BACKEND
 from trainer.parallel.init_weights import allocate, initialize
 from trainer.parallel.mesh import Meshes, ParallelDims
-from trainer.parallel.parallelize import parallelize
+from trainer.parallel.parallelize import configure_compiler, parallelize
 from trainer.parallel.pipeline import Stage
 from trainer.parallel.quantized import quantize_weights
 from trainer.parallel.storage import Storage
@@ -164,6 +166,36 @@ def test_autograd_saves_bytes_and_no_values(compiled):
     result.sum().backward()
     torch.testing.assert_close(x.grad, dense.grad)
     assert {t.dtype for t in saved if t.numel() > 3 * 256} == {torch.uint8}
+
+
+def nested(events):
+    for event in events:
+        yield event
+        yield from nested(event.children)
+
+
+def test_a_compiled_block_has_the_values_of_one_matrix_at_a_time():
+    """The compiler would dequantize both matrices together, because they share a table."""
+    torch._dynamo.reset()
+    model = nn.ModuleList(nn.Linear(128, 256, bias=False) for _ in range(2))
+    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    quantize_weights(model, weights.keys(), True, "cpu")
+    for name, weight in quantized_weights(model).items():
+        weight.fill(lambda region, name=name: weights[name][region])
+    configure_compiler(ActivationCheckpointConfig(), None, quantizes=True)
+    try:
+        gated = torch.compile(lambda x: nn.functional.silu(model[0](x)) * model[1](x), fullgraph=True)
+        x = torch.randn(3, 128, requires_grad=True)
+        gated(x).sum().backward()  # compiles
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            gated(x).sum().backward()
+    finally:
+        configure_compiler(ActivationCheckpointConfig(), None)
+    events = sorted(nested(profiler.profiler.kineto_results.experimental_event_tree()), key=lambda e: e.start_time_ns)
+    sizes = [event.extra_fields.alloc_size for event in events if event.name == "[memory]"]
+    matrix = 128 * 256 * 4
+    in_memory = list(accumulate((size > 0) - (size < 0) for size in sizes if abs(size) == matrix))
+    assert max(in_memory) == 1 and in_memory[-1] == 0
 
 
 def test_what_cannot_be_kept_in_4_bits_is_refused():

@@ -84,6 +84,21 @@ def test_products_of_linear_modules_count_at_the_rate_of_float8(compiled):
     assert flops == 3 * 2 * weights * (8 * 128 // 2)  # the product and both gradients
 
 
+def test_compiled_blocks_dequantize_a_matrix_in_one_kernel():
+    """Without the compiler, several operators read and write fp32 values."""
+    flags = ["--lora.rank", "4", "--lora.base_dtype", "nf4", "--checkpoint.init_from", ".", *EIGHT]
+    flags += ["--training.compute_dtype", "bf16", "--model.overrides.hidden_dim", "384"]
+    num_bytes = []
+    for compiled in ("true", "false"):
+        (plan,) = planned(1, *flags, "--compile.enabled", compiled, on_gpu=True)
+        num_bytes.append(sum(count * moved for (_, _, moved), count in plan.op_costs.items()))
+    resolved = resolve(load_config([*MODEL, *flags]), 1)
+    model = meta_model(resolved.spec.model, resolved.sizes)
+    values = sum(model.get_parameter(name).numel() for name in resolved.storage.quantized)
+    fp32_values = 2 * resolved.grad_accum * values * 4  # in forward and in backward
+    assert num_bytes[1] - num_bytes[0] > 4 * fp32_values
+
+
 def test_microbatches_that_are_not_simulated_are_counted():
     three, four, seven = (planned(2, "--training.global_batch_size", str(4 * n))[0] for n in (3, 4, 7))
     assert seven.peak == four.peak

@@ -32,6 +32,8 @@ LEVELS = (
 )
 _CHUNK = 2**24
 """Maximum number of values that are converted at once, each of which takes about 20 bytes meanwhile."""
+PAIRS_BYTES = 256 * 2 * 4
+"""Size of the result of pairs_of_levels."""
 CODES, SCALES, MAXIMA = "codes", "scales", "maxima"
 
 Quantized = dict[str, Tensor]

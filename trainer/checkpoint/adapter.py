@@ -26,6 +26,7 @@ from trainer.checkpoint.model_metadata import ModelMetadata, averaged_index
 from trainer.checkpoint.storage import Read, TensorMetadata, read_index, read_rows, read_slice
 from trainer.checkpoint.weights import WeightSource
 from trainer.config import ConfigError, LoraConfig
+from trainer.config.fields import coerce, settings
 from trainer.config.model_source import resolve_checkpoint
 from trainer.runtime.distributed import run_on_rank_0
 from trainer.runtime.dtensor import local_region
@@ -78,6 +79,7 @@ class AdapterCheckpoint:
             text_model = str(lora.pop("text_model", TEXT_MODEL))  # older checkpoints do not name it
             config = LoraConfig(**lora)
             scale = float(config.scale)
+            coerce(config.base_dtype, settings()["lora.base_dtype"].type)
         except (KeyError, TypeError, ValueError, ArithmeticError):
             raise CorruptError(f"{MODEL_FILE} does not describe an adapter") from None
         model = meta_model(spec.model, sizes)
@@ -194,7 +196,7 @@ class AdapterSource:
             return self.adapter.read(name, start, stop)
         rows = self.base.rows(name, start, stop)
         if parameter in self.quantized:
-            rows = nf4.round_trip(rows, self.adapter.config.base_dtype == "nf4_double")
+            rows = nf4.round_trip(rows, self.adapter.config.quantizes_scales)
         if matrices_of(parameter)[0] in self.adapter.trained.shapes:
             rows = rows + self.adapter.product(name, slice(start, stop), slice(None))
         return rows

@@ -111,6 +111,8 @@ class HfExport:
         entries = [self._entry(name, group, progress) for name, group in stored.items()]
         groups = group_by_file(entries, shard_bytes)
         metadata = export_metadata(self.checkpoint, self.averaged)
+        if isinstance(self.weights, AdapterSource) and self.weights.quantized:
+            metadata["meshwright_base"] = self.weights.adapter.config.base_dtype
         weight_map = {}
         for i, group in enumerate(groups, start=1):
             file = f"model-{i:05d}-of-{len(groups):05d}.safetensors" if len(groups) > 1 else "model.safetensors"

@@ -78,6 +78,13 @@ def decode(values: Tensor, scales: Tensor, block: tuple[int, int], rows: slice, 
         rows: Rows of the part.
         columns: Columns of the part.
     """
-    row_blocks = torch.arange(rows.start, rows.stop) // block[0]
+    result = torch.empty(values.shape, dtype=torch.bfloat16)
     column_blocks = torch.arange(columns.start, columns.stop) // block[1]
-    return (values.float() * scales.float()[row_blocks[:, None], column_blocks]).bfloat16()
+    start = rows.start
+    while start < rows.stop:  # rows of one block at a time, because fp32 values take four times the memory of `values`
+        stop = min(rows.stop, start - start % block[0] + block[0])
+        factors = scales[start // block[0]].float()[column_blocks]
+        own = slice(start - rows.start, stop - rows.start)
+        result[own] = values[own].float() * factors
+        start = stop
+    return result

@@ -123,16 +123,13 @@ class WeightSource:
         digests = [own] if self.alone else all_gather_objects(own)
         return digest(json.dumps(sorted(chain(*digests))).encode())
 
-    def load_into(
-        self, parameters: Tensors, resize: bool = False, quantized: Mapping[str, QuantizedWeight] = {}
-    ) -> None:
+    def load_into(self, parameters: Tensors, resize: bool = False) -> None:
         """Load the parameters in place, collectively unless `alone`. Each rank reads only its shards.
 
         Args:
             parameters: By name.
             resize: Whether the vocabulary may be larger than the stored one; it needs all ranks. Additional rows are set to the
                 mean of the stored rows (Hewitt 2021, "Initializing New Word Embeddings").
-            quantized: Weights that are quantized while they are read.
 
         Raises:
             ConfigError: A parameter is missing or has another shape.
@@ -145,6 +142,9 @@ class WeightSource:
             if name in grown:
                 self._load_resized(name, wanted.pop(name), mean)
         commit.load_into(self.folder, self.index, wanted, self.read, cast=True, alone=self.alone)
+
+    def quantize_into(self, quantized: Mapping[str, QuantizedWeight]) -> None:
+        """Quantize weights while they are read, collectively unless `alone`. quantized: by name. Raises ConfigError."""
 
         def quantize() -> None:
             for name, weight in quantized.items():
@@ -213,7 +213,8 @@ def load_initial_weights(
     included = names_loaded(config, names)
     with errors_about("checkpoint.init_from"):
         wanted = {name: p for name, p in parameters.items() if name in included}
-        weights.load_into(wanted, config.resize_embeddings, quantized)
+        weights.load_into(wanted, config.resize_embeddings)
+        weights.quantize_into(quantized)
     dist.barrier()
 
 

@@ -392,7 +392,8 @@ VALUES: Mapping[str, Mapping[str, str]] = {
     },
     "training.float8": {
         **dict.fromkeys(("true", "on", "dynamic", "hybrid", "float8", "fp8"), "write tensorwise"),
-        **dict.fromkeys(("axiswise", "e4m3"), "write rowwise"),
+        "axiswise": "write rowwise",
+        **dict.fromkeys(("e4m3", "e5m2"), "a format, which follows from the scales: tensorwise or rowwise"),
         "rowwise_with_gw_hp": "rowwise computes the gradients of weights in float8 too",
         **dict.fromkeys(("delayed", "blockwise", "mxfp8", "nvfp4"), "such scales are not supported"),
         **dict.fromkeys(("false", "off"), "write none"),

@@ -49,6 +49,25 @@ def differing_settings(old: Mapping[str, str], new: Mapping[str, str]) -> list[s
     return [f"{key} {old.get(key)} -> {new.get(key)}" for key in new | old if old.get(key) != new.get(key)]
 
 
+def require_same_settings(config: Config, what: str, may_differ: tuple[str, ...] = ()) -> None:
+    """Raise ConfigError if the run folder belongs to a run with other settings, whose losses would pass for those of this one.
+
+    Args:
+        config: Settings of a run that is about to start or to continue.
+        what: What the folder contains, such as "a run".
+        may_differ: Beginnings of the names of settings that may differ.
+    """
+    folder = config.run.folder
+    file = folder / "config.toml"
+    if not file.exists():
+        return
+    before, now = setting_texts(file.read_text(), file), setting_texts(to_toml(config), file)
+    differences = [text for text in differing_settings(before, now) if not text.startswith(may_differ)]
+    if differences:
+        advice = f"remove {folder}, or set another --run.name"
+        raise ConfigError("", f"{folder} has {what} with other settings ({', '.join(differences[:3])}); {advice}")
+
+
 def _limits(setting: Setting) -> str:
     """Return the unit, range and conditions of a setting, as --help and docs/configuration.md show them."""
     c = setting.constraint

@@ -221,21 +221,11 @@ class CpuOffload(Optimizer):
                 master.copy_(to_local(p.detach()))
 
 
-def build_optimizer(
-    parameters: Mapping[str, Tensor],
-    config: OptimizerConfig,
-    groups: Sequence[Group],
-    ranks_per_stage: int,
-    biases: Collection[str] = (),
-    stage: ProcessGroup | None = None,
-) -> Optimizer:
-    """Return the optimizer that the settings select. See Optimizer for the arguments."""
-    placement = Optimizer
+def optimizer_class(config: OptimizerConfig) -> type[Optimizer]:
+    """Return the class that updates the parameters where the settings say."""
     if config.in_backward:
-        placement = InBackward
-    elif config.offload != "none":
-        placement = CpuOffload
-    return placement(parameters, config, groups, ranks_per_stage, biases, stage)
+        return InBackward
+    return Optimizer if config.offload == "none" else CpuOffload
 
 
 def _grad_norms(parameters: Iterable[Tensor]) -> Sequence[Tensor]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Shard
 
-from models.spec import ParallelPlan, tensor_styles
+from models.spec import ParallelPlan, styles_in_blocks
 from trainer.config import ConfigError, TrainingConfig
 from trainer.config.fields import matching
 from trainer.parallel.activation_checkpoint import call_outside_checkpoint
@@ -45,8 +45,9 @@ def cast(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def power_of_two(x: Tensor) -> Tensor:
-    """Return the largest power of two that is not above x: its exponent without its fraction. x: positive, fp32."""
-    return (x.view(torch.int32) & 0x7F800000).view(torch.float32)
+    """Return the largest power of two that is not above x: its exponent without its fraction. x: positive, fp32, or nan, which
+    stays nan."""
+    return torch.where(x.isnan(), x, (x.view(torch.int32) & 0x7F800000).view(torch.float32))
 
 
 def product(a: Tensor, b: Tensor, a_dtype: torch.dtype, by_row: bool, fast_sums: bool = False) -> Tensor:
@@ -148,8 +149,9 @@ def check_shapes(
         config: Size of a microbatch.
         sequence_parallel: Whether tp ranks hold different tokens of the residual stream.
     """
-    blocks = model.get_submodule(plan.blocks_path).named_children()
-    styles = {f"{plan.blocks_path}.{i}.{n}": s for i, block in blocks for n, s in tensor_styles(block).items()}
+    if not float8.modules:
+        return
+    styles = styles_in_blocks(model, plan.blocks_path)
     batch, seq_len = config.local_batch_size, config.seq_len
     tp = f" with tp {dims.tp}" if dims.tp > 1 else ""
     for name, module in model.named_modules():

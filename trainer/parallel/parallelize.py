@@ -10,6 +10,7 @@ from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
 from models.moe import MixtureOfExperts
 from models.spec import ParallelPlan
+from trainer.adapters.nf4 import PAIRS_BYTES
 from trainer.config import ActivationCheckpointConfig, ParallelConfig
 from trainer.parallel.activation_checkpoint import RecomputePolicy, block_forward, recompute_policy
 from trainer.parallel.activation_offload import InputOffloader
@@ -75,7 +76,7 @@ def parallelize(
     """
     tp, cp = meshes.model["tp"], meshes.data["cp"]
     overlapped = parallel.async_tensor_parallel and tp.size() > 1
-    configure_compiler(checkpointing, tp.get_group() if overlapped else None)
+    configure_compiler(checkpointing, tp.get_group() if overlapped else None, bool(storage.quantized))
     offloader = InputOffloader(torch.device(meshes.model.device_type))
     model_parts = {}
     for stage in stages:
@@ -170,9 +171,16 @@ def experts_are_one_graph(dims: ParallelDims, plan: ParallelPlan, parallel: Para
     return dims.ep == 1 and not shards_parameters(dims, plan, parallel)
 
 
-def configure_compiler(checkpointing: ActivationCheckpointConfig, overlapped: ProcessGroup | None) -> None:
-    """Set the compiler options of this run, which are global to the process. overlapped: group of ranks whose gathers and
-    reductions overlap with adjacent matrix products."""
+def configure_compiler(
+    checkpointing: ActivationCheckpointConfig, overlapped: ProcessGroup | None, quantizes: bool = False
+) -> None:
+    """Set the compiler options of this run, which are global to the process.
+
+    Args:
+        checkpointing: What blocks recompute.
+        overlapped: Group of ranks whose gathers and reductions overlap with adjacent matrix products.
+        quantizes: Whether weights are kept in 4 bits.
+    """
     # With dropout, a block's forward stores AdapterDropout.keys. Recomputation in backward need not repeat this side effect: the
     # graph has the keys.
     torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
@@ -183,6 +191,9 @@ def configure_compiler(checkpointing: ActivationCheckpointConfig, overlapped: Pr
         # Since torch 2.12 the mesh of a DTensor is an input of the graph, without a size that the budget could count.
         functorch.unsafe_treat_script_objects_as_zero_size = by_budget
     functorch.unsafe_allow_optimization_of_collectives = by_budget and checkpointing.recompute_all_gather
+    # Operators that read fewer bytes in common are not fused. Two that dequantize share a table only: fused, the values of both
+    # matrices would be in memory.
+    torch._inductor.config.score_fusion_memory_threshold = 2 * PAIRS_BYTES if quantizes else 10  # torch's default
     torch._inductor.config._micro_pipeline_tp = overlapped is not None
     if overlapped is not None:
         enable_symm_mem_for_group(overlapped.group_name)

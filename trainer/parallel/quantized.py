@@ -101,10 +101,9 @@ def _values(pairs: Tensor, codes: Tensor, scales: Tensor, maxima: Tensor | None,
     return dequantize(parts, pairs, dtype)
 
 
-def _values_in_backward(ctx: Any, gradient: Tensor) -> Tensor:
+def _values_in_backward(gradient: Tensor, pairs: Tensor, *parts: Tensor | None) -> Tensor:
     """Return the values of a matrix for the gradient of its product. The compiler would compute them once, in forward, and save
     them. To avoid this, the parts depend on the gradient."""
-    pairs, *parts = ctx.saved_tensors[-4:]
     if torch.compiler.is_compiling():
         zero = (gradient.flatten()[:1].sum() == math.inf).byte() * 0
         parts = [None if part is None else part | zero for part in parts]
@@ -131,7 +130,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return gradient @ _values_in_backward(ctx, gradient), None, None, None, None, None
+        return gradient @ _values_in_backward(gradient, *ctx.saved_tensors), None, None, None, None, None
 
 
 class _GroupedProduct(torch.autograd.Function):
@@ -153,7 +152,8 @@ class _GroupedProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        counts, weights = ctx.saved_tensors[0], _values_in_backward(ctx, gradient)
+        counts, *parts = ctx.saved_tensors  # an activation checkpoint provides them only once
+        weights = _values_in_backward(gradient, *parts)
         # The kernel refuses expanded tensors.
         for_rows = grouped_product(gradient.contiguous(), weights.mT, counts)
         return for_rows, None, None, None, None, None, None

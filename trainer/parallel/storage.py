@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from models.spec import ParallelPlan, tensor_styles
-from trainer.adapters.nf4 import BLOCK
+from models.spec import ParallelPlan, styles_in_blocks
+from trainer.adapters.nf4 import BLOCK, stored_bytes
 from trainer.config import ConfigError, ParallelConfig
 from trainer.parallel.fsdp import apply_fsdp
 from trainer.parallel.mesh import Meshes, ParallelDims
@@ -33,6 +33,18 @@ class Storage:
     """Names of the weights that are kept in 4 bits."""
     is_double: bool = False
     """Whether their scales are quantized too."""
+
+    def parameter_bytes(self, model: nn.Module, dtype: torch.dtype) -> int:
+        """Return the bytes of all parameters, as they are kept.
+
+        Args:
+            model: The complete model, without adapters.
+            dtype: Of the parameters that are not quantized.
+        """
+        return sum(
+            stored_bytes(tuple(p.shape), self.is_double) if name in self.quantized else p.numel() * dtype.itemsize
+            for name, p in model.named_parameters()
+        )
 
     def replace_weights(self, model: nn.Module, meshes: Meshes) -> None:
         """Replace the weights that are not kept as they are, in place. Adapters are applied afterwards: they call the products
@@ -68,10 +80,10 @@ def require_storable(
             "and tp alone need no FSDP"
         )
         raise ConfigError("lora.base_dtype", message)
-    styles = tensor_styles(model.get_submodule(plan.blocks_path))
+    styles = styles_in_blocks(model, plan.blocks_path)
     for name in sorted(quantized):
         columns = model.get_parameter(name).shape[-1]
-        is_split = styles.get(name.removeprefix(f"{plan.blocks_path}.").removesuffix(".weight")) == "row"
+        is_split = styles.get(name.removesuffix(".weight")) == "row"
         if is_split and columns % (BLOCK * dims.tp):
             rule = f"{BLOCK} x tp = {BLOCK * dims.tp} must divide the {columns} columns of {name}"
             raise ConfigError("parallel.tp", f"splits blocks of [lora] base_dtype: {rule}")

@@ -31,7 +31,7 @@ from trainer.planning.patches import (
     annotate_fsdp,
     assumed_splits,
     bound_loss_chunks,
-    fused_float8,
+    fused_conversions,
     fused_norms,
     ignore_sharding_trials,
     own_groups,
@@ -178,7 +178,7 @@ def _simulate(job: tuple[Config, int], world_size: int, on_gpu: bool, imbalance:
     with (
         FakeTensorMode(allow_non_fake_inputs=True) as fake,
         fused_norms(on_gpu),
-        fused_float8(on_gpu and may_compile(job[0])),
+        fused_conversions(on_gpu and may_compile(job[0])),
         bound_loss_chunks(recorder),
         assumed_splits(imbalance),
         record_host_buffers() as buffers,

@@ -9,7 +9,6 @@ from models import MODELS
 from models.moe import CorrectedRouter
 from models.sizes import text_of
 from models.spec import Model, ModelSpec, ParallelPlan, SizeError, meta_model, saved_buffers, saved_weights
-from trainer.adapters.nf4 import stored_bytes
 from trainer.adapters.select import TrainedParameters, require_trained_vocabulary, select_parameters, select_quantized
 from trainer.checkpoint.huggingface import read_architecture
 from trainer.checkpoint.peft import PeftNames, require_peft_support
@@ -96,8 +95,9 @@ def resolve(config: Config, world_size: int) -> ResolvedRun:
     check_divisibility(dims, plan, sizes, name, config.parallel, training.seq_len)
     _check_batch_sizes(config, dims)
     trained = select_parameters(model, plan, config.lora)
-    quantized, is_double = select_quantized(model, plan, trained, config.lora), config.lora.base_dtype == "nf4_double"
+    quantized = select_quantized(model, plan, trained, config.lora)
     require_storable(quantized, model, plan, dims, config.parallel)
+    storage = Storage(dtype=training.compute_dtype, quantized=quantized, is_double=config.lora.quantizes_scales)
     if config.lora.rank and config.checkpoint.resize_embeddings:
         require_trained_vocabulary(model, plan, trained)
     if config.checkpoint.export_huggingface and config.lora.rank:
@@ -125,16 +125,11 @@ def resolve(config: Config, world_size: int) -> ResolvedRun:
         compiled=compiled,
         grad_accum=training.largest_batch_size // (training.local_batch_size * dims.batch),
         num_parameters=sum(p.numel() for p in model.parameters()),
-        base_bytes=sum(
-            stored_bytes(tuple(p.shape), is_double)
-            if n in quantized
-            else p.numel() * DTYPES[training.parameter_dtype].itemsize
-            for n, p in model.named_parameters()
-        ),
+        base_bytes=storage.parameter_bytes(model, DTYPES[training.parameter_dtype]),
         trained=trained,
         num_trained=sum(p.numel() for p in trained.tensors(model).values()),
         optimizer=optimizer,
-        storage=Storage(dtype=training.compute_dtype, quantized=quantized, is_double=is_double),
+        storage=storage,
         flops_per_token=trained.flops_per_token(model, training.seq_len),
         fingerprint=_fingerprint(config)
         | {FAMILY: family}

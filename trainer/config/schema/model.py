@@ -95,3 +95,8 @@ class LoraConfig:
     def scale(self) -> float:
         """Factor of the product of an adapter's matrices."""
         return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
+
+    @property
+    def quantizes_scales(self) -> bool:
+        """Whether the scales of a base model in 4 bits are quantized too."""
+        return self.base_dtype == "nf4_double"
