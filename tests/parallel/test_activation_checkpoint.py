@@ -26,6 +26,7 @@ BATCH, SEQ = 2, 32
 
 
 LINEARS = [*(f"attention.w{name}" for name in "qkvo"), *(f"feed_forward.w{i}" for i in (1, 2, 3))]
+NEEDS_FLOAT8 = pytest.mark.skipif(torch.__version__ < (2, 13), reason="torch 2.11 cannot scale rows on a CPU")
 IN_FLOAT8 = Float8(frozenset(f"layers.{i}.{name}" for i in range(2) for name in LINEARS), by_row=True)
 
 
@@ -98,7 +99,7 @@ def bytes_saved_in_every_mode(float8):
     return {key: bytes_saved_by_a_block(checkpointing, float8) for key, checkpointing in settings.items()}
 
 
-@pytest.mark.parametrize("float8", [NO_FLOAT8, IN_FLOAT8], ids=["bf16", "float8"])
+@pytest.mark.parametrize("float8", [NO_FLOAT8, pytest.param(IN_FLOAT8, marks=NEEDS_FLOAT8)], ids=["bf16", "float8"])
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_activation_memory_of_a_block_equals_the_formula_in_every_mode(ranks, size, float8):
     for saved in ranks(size).run(bytes_saved_in_every_mode, float8):

@@ -3,6 +3,7 @@
 import math
 from contextlib import nullcontext
 from functools import partial
+from shutil import which
 from types import SimpleNamespace
 from unittest import mock
 
@@ -34,6 +35,7 @@ from trainer.planning.recorder import Recorder
 from trainer.testing.double import round_significand
 from trainer.testing.layouts import DEBUG_FAMILIES
 
+pytestmark = pytest.mark.skipif(torch.__version__ < (2, 13), reason="torch 2.11 cannot scale rows on a CPU")
 RECIPES = ("tensorwise", "rowwise")
 by_recipe = pytest.mark.parametrize("by_row", [False, True], ids=RECIPES)
 
@@ -126,6 +128,12 @@ def test_the_reference_of_parity_rounds_like_float8_where_it_is_normal(dtype):
     values = values[values.abs() >= torch.finfo(dtype).tiny]
     assert torch.equal(round_significand(values, dtype), values.to(dtype).double())
     assert round_significand(torch.tensor([1.3e-30, 0.0]).double(), dtype).ne(0).tolist() == [True, False]
+
+
+@pytest.mark.skipif(which("g++") is None, reason="needs a C++ compiler")
+def test_the_reference_of_parity_can_be_compiled():
+    values = normal(100).double()
+    assert torch.equal(torch.compile(round_significand)(values, E4M3), round_significand(values, E4M3))
 
 
 def test_zeros_stay_zeros_and_what_is_not_finite_stays_visible():

@@ -46,7 +46,10 @@ def planned(size, *flags, ranks=(0,), on_gpu=False, model=MODEL, imbalance=0.0):
     [
         (1, ["--activation_checkpoint.mode", "selective"]),
         (2, ["--training.compute_dtype", "bf16"]),
-        (2, ["--training.compute_dtype", "bf16", "--training.float8", "tensorwise"]),
+        pytest.param(
+            *(2, ["--training.compute_dtype", "bf16", "--training.float8", "tensorwise"]),
+            marks=pytest.mark.skipif(torch.__version__ < (2, 13), reason="torch 2.11 cannot scale rows on a CPU"),
+        ),
         (2, ["--training.reduce_every_microbatch", "true", "--activation_checkpoint.mode", "full"]),
         (2, ["--parallel.tp", "2", "--training.compute_dtype", "bf16"]),
         (2, ["--parallel.cp", "2"]),

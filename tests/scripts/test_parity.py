@@ -156,6 +156,16 @@ def test_every_injected_bug_is_caught_and_names_a_wrong_parameter(
     assert sum(" pass" in line for line in lines) == 2  # a row of a correct run, and the last line
 
 
+def test_float8_in_stages_with_experts_equals_one_rank(monkeypatch, tiny, capsys):
+    """Such runs are computed in double precision."""
+    only = {name: bug for name, bug in BUGS.items() if name.startswith("float8")}
+    monkeypatch.setattr(parity, "BUGS", only)
+    model = ["--model.name", "mixtral", "--model.overrides.dim", "64", "--training.float8", "tensorwise"]
+    assert main(monkeypatch, *tiny, *model, "--layout", "dp_shard=2 pp=2 ep=2") == 0
+    _, row, control, *_ = capsys.readouterr().out.splitlines()
+    assert " pass" in row and " caught" in control
+
+
 @pytest.mark.parametrize("family", ["mixtral", "deepseek-v3"])
 def test_models_with_experts_are_compared_with_transformers(monkeypatch, tiny, capsys, family):
     monkeypatch.setattr(
