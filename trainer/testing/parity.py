@@ -306,7 +306,11 @@ class Row:
         """factor: number of microbatches as a multiple of the layout's minimum. Raises ConfigError if the layout does not fit."""
         batch, microbatches = batch_settings(load_config(runs.flags(layout.settings)), factor)
         settings = layout.settings | batch
-        return cls(layout, load_layout(runs.flags(settings)), settings, microbatches)
+        config = load_layout(runs.flags(settings))
+        if config.optimizer.frees_gradients:
+            message = "[optimizer] in_backward and offload = state_and_gradients leave no gradients to compare"
+            raise ConfigError("", message)
+        return cls(layout, config, settings, microbatches)
 
     def measure(self, runs: Runs, bug: str = "") -> "Comparison":
         """Train. Raises RankError."""
