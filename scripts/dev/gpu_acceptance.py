@@ -109,8 +109,7 @@ SPEED = {
     "OLMoE 7B-A1B, bf16, eager, selective": _model("olmoe", "7b-a1b", _BF16, _SELECTIVE, _EAGER),
 }
 """Name of a row of the part "speed" -> its settings. Goals on one H200, in tokens/s: 12,500 for the first row, 30,000 for OLMoE
-in bf16, 10,000 for Qwen3 30B-A3B. Published for Llama 3 8B on 8 H100, for each GPU: 6,667 in compiled bf16 and 8,532 in float8
-(tensorwise, with gathers in float8); 6,150, 7,689 (tensorwise) and 6,768 (rowwise)."""
+in bf16, 10,000 for Qwen3 30B-A3B. docs/low_precision.md has published figures of float8."""
 PROFILED = ("Llama 3 8B, bf16, selective", "OLMoE 7B-A1B, bf16, selective")
 """Rows of the part "profile"."""
 _TINY = {
