@@ -67,12 +67,16 @@ def without_weights(*names, content="x"):
 ORIGINAL = "(quantization_config in config.json); use the original model, in bf16 or another float dtype"
 
 
-def quantized(**settings):
+def with_quantization(settings):
     def change(folder):
         config = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
 
     return change
+
+
+def quantized(**settings):
+    return with_quantization(settings)
 
 
 def after_split(change):
@@ -143,6 +147,10 @@ WEIGHTS = {
     "MXFP4 in a family that has no such folders": (
         quantized(quant_method="mxfp4"),
         f"contains weights that are quantized with MXFP4 {ORIGINAL}",
+    ),
+    "a name instead of the settings of a quantization": (
+        with_quantization("nf4"),
+        "has a quantization_config in config.json that is no object: 'nf4'",
     ),
     "compressed-tensors": (
         quantized(quant_method="compressed-tensors"),

@@ -316,6 +316,10 @@ def test_another_base_model_is_refused(ranks, bases, tmp_path):
         ranks(1).run(train, [*argv, "--checkpoint.init_from", str(tmp_path / "other"), "--training.steps", "4"])
     with pytest.raises(ConfigError, match=r"other.* is not the base model with which .* was trained"):
         open_weights(checkpoint_of(tmp_path / "run"), checkpoint_of(tmp_path / "other"), alone=True)
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "config.json").write_text('{"model_type": "qwen3"}')
+    with pytest.raises(ConfigError, match=r'needs its base model: .*model_type "qwen3".*; use --base PATH'):
+        open_weights(checkpoint_of(tmp_path / "run"), tmp_path / "hf", alone=True)
 
 
 # ---------------------------------------------------------------- exchange

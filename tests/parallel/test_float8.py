@@ -350,7 +350,18 @@ def test_patterns_exclude_modules():
             "'layers.0.feed_forward.w3'?",
         ),
         ({"float8_exclude": ("*.wx",)}, "training.float8_exclude: *.wx matches no linear module of the blocks"),
-        ({"float8_exclude": ("output",)}, "training.float8_exclude: output matches no linear module of the blocks"),
+        (
+            {"float8_exclude": ("output",)},
+            "training.float8_exclude: output matches no linear module of the blocks; output has no products in float8",
+        ),
+        (
+            {"float8_exclude": ("wk",)},
+            "training.float8_exclude: wk matches no linear module of the blocks; write *.wk",
+        ),
+        (
+            {"float8_exclude": ("*.k_proj",)},
+            "training.float8_exclude: *.k_proj matches no linear module of the blocks; *.k_proj is called *.attention.wk here",
+        ),
         (
             {"float8_exclude": ("*",)},
             "training.float8_exclude: excludes all linear modules of the blocks; see [training] float8",

@@ -86,7 +86,7 @@ def select_parameters(model: nn.Module, plan: ParallelPlan, config: LoraConfig) 
     blocks = f"{plan.blocks_path}."
     adaptable = {target_of(name): name for name in adaptable_weights(model) if name.startswith(blocks)}
     owners = {n: m for n, m in model.named_modules() if list(m.parameters(recurse=False))}
-    with _hints(owners):
+    with pattern_hints(owners, "can only be trained fully, see [lora] train_fully", of="lora.targets"):
         kind = "linear module or matrix of experts" if plan.has_experts else "linear module"
         targets = matching("lora.targets", config.targets, adaptable, f"{kind} of the blocks")
         modules = matching("lora.train_fully", config.train_fully, owners, "module with parameters")
@@ -124,19 +124,25 @@ def select_quantized(
 
 
 @contextmanager
-def _hints(owners: Iterable[str]) -> Iterator[None]:
-    """Context manager that adds what was meant to an error about a pattern: the name that a module of Hugging Face's models has
-    here, or that a module cannot have an adapter. owners: names of all modules with parameters."""
+def pattern_hints(owners: Iterable[str], reason: str, of: str) -> Iterator[None]:
+    """Context manager that adds what was meant to an error about a pattern of modules: the name that a module of Hugging Face's
+    models has here, a pattern for a name without its path, or why a module cannot be selected.
+
+    Args:
+        owners: Names of all modules with parameters.
+        reason: Why modules that exist are not among those that a setting may select.
+        of: The setting.
+    """
     try:
         yield
     except ConfigError as error:
         pattern = error.message.split()[0]
         if own := _OWN_NAMES.get(pattern.rpartition(".")[2]):
             raise ConfigError(error.key, f"{error.message}; {pattern} is called {own} here") from None
-        if error.key == "lora.targets" and (owner := next((n for n in owners if fnmatchcase(n, pattern)), "")):
-            raise ConfigError(
-                error.key, f"{error.message}; {owner} can only be trained fully, see [lora] train_fully"
-            ) from None
+        if error.key == of and (owner := next((n for n in owners if fnmatchcase(n, pattern)), "")):
+            raise ConfigError(error.key, f"{error.message}; {owner} {reason}") from None
+        if any(n.endswith(f".{pattern}") for n in owners):
+            raise ConfigError(error.key, f"{error.message}; write *.{pattern}") from None
         raise
 
 

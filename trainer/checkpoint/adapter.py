@@ -30,6 +30,7 @@ from trainer.config.fields import coerce, settings
 from trainer.config.model_source import resolve_checkpoint
 from trainer.runtime.distributed import run_on_rank_0
 from trainer.runtime.dtensor import local_region
+from trainer.system import console
 from trainer.system.checkpoint_folder import MODEL_FILE
 from trainer.system.paths import split_best
 
@@ -158,9 +159,13 @@ class AdapterSource:
         if not split_best(folder)[0].is_dir():
             raise ConfigError("", f"{checkpoint} needs its base model, but {folder} does not exist; use --base PATH")
         folder = resolve_checkpoint(folder) if alone else run_on_rank_0(partial(resolve_checkpoint, folder))
-        source = WeightSource.open(folder, adapter.spec, alone)
+        try:
+            source = WeightSource.open(folder, adapter.spec, alone)
+        except ConfigError as error:
+            raise ConfigError("", f"{checkpoint} needs its base model: {error.message}; use --base PATH") from None
         if source.digest() != adapter.base_digest:
-            raise ConfigError("", f"{folder} is not the base model with which {checkpoint} was trained")
+            message = f"{folder} is not the base model with which {checkpoint} was trained; use --base PATH"
+            raise ConfigError("", message)
         quantized: frozenset[str] = frozenset()
         if into_quantized:
             model = meta_model(adapter.spec.model, adapter.sizes)
@@ -168,6 +173,11 @@ class AdapterSource:
             if not quantized:
                 reason = f"because {checkpoint} was trained on a base model that is not quantized"
                 raise ConfigError("", f"--into quantized has no effect, {reason}")
+        elif adapter.config.base_dtype != "keep":
+            console.warning(
+                f"{checkpoint} was trained on a base model in 4 bits ({adapter.config.base_dtype}), and is merged into the "
+                "original one here; scripts/convert_hf.py merge --into quantized gives the trained model"
+            )
         return cls(adapter=adapter, base=source, quantized=quantized)
 
     @property

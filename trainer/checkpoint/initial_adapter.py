@@ -36,6 +36,7 @@ def load_adapter(
         ConfigError: The source is damaged, or contains another adapter.
     """
     own = {name: p for name, p in parameters.items() if name in trained}
+    other_base = ""
     folder = Path(config.init_from)
     try:
         run_folder, is_best = split_best(folder)
@@ -60,11 +61,15 @@ def load_adapter(
             ]
             load_into(folder, adapter.index, wanted, cast=True, problems=unknown)
             source = folder / manifest.NAME
+            if adapter.config.base_dtype != config.base_dtype:
+                other_base = (
+                    f", which was trained with [lora] base_dtype = {adapter.config.base_dtype}, not {config.base_dtype}"
+                )
     except CorruptError as damage:
         raise ConfigError("lora.init_from", f"{folder}: {damage}") from None
     except ConfigError as error:
         raise error if error.key else ConfigError("lora.init_from", error.message) from None
-    console.info(f"loaded the adapter {folder}")
+    console.info(f"loaded the adapter {folder}{other_base}")
     return run_on_rank_0(partial(digest_of, source))
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Shard
 
 from models.spec import ParallelPlan, styles_in_blocks
+from trainer.adapters.select import pattern_hints
 from trainer.config import ConfigError, TrainingConfig
 from trainer.config.fields import matching
 from trainer.parallel.activation_checkpoint import call_outside_checkpoint
@@ -125,9 +126,11 @@ def resolve_float8(model: nn.Module, plan: ParallelPlan, config: TrainingConfig)
         return NO_FLOAT8
     blocks = f"{plan.blocks_path}."
     linears = [n for n, m in model.named_modules() if type(m) is nn.Linear and n.startswith(blocks)]
-    excluded = matching("training.float8_exclude", config.float8_exclude, linears, "linear module of the blocks")
+    key, owners = "training.float8_exclude", [n for n, m in model.named_modules() if any(True for _ in m.parameters())]
+    with pattern_hints(owners, "has no products in float8", of=key):
+        excluded = matching(key, config.float8_exclude, linears, "linear module of the blocks")
     if len(excluded) == len(linears):
-        raise ConfigError("training.float8_exclude", "excludes all linear modules of the blocks; see [training] float8")
+        raise ConfigError(key, "excludes all linear modules of the blocks; see [training] float8")
     return Float8(frozenset(linears) - set(excluded), by_row=config.float8 == "rowwise")
 
 

@@ -206,8 +206,10 @@ def quantization_problem(config: Any, readable: Collection[str]) -> str:
     """Return why the weights cannot be read if config.json says that they are quantized, without the folder's name, or "".
     readable: methods of quantization whose weights can be read."""
     settings = config.get("quantization_config")
-    if not isinstance(settings, dict) or not settings:
+    if not settings:
         return ""
+    if not isinstance(settings, dict):
+        return f"has a quantization_config in config.json that is no object: {settings!r:.40}"
     method = settings.get("quant_method")
     if isinstance(method, str) and method in readable:
         return ""
