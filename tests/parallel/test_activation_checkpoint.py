@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from models.llama import LlamaSizes, llama
@@ -18,6 +19,7 @@ from trainer.parallel.activation_checkpoint import SAVEABLE_OPS, block_forward, 
 from trainer.parallel.feed_forward import apply_gated_products
 from trainer.parallel.float8 import NO_FLOAT8, Float8, apply_float8
 from trainer.parallel.init_weights import allocate, initialize
+from trainer.parallel.quantized import quantize_weights
 from trainer.parallel.tensor import apply_tensor
 from trainer.planning.recorder import Recorder
 
@@ -30,7 +32,7 @@ NEEDS_FLOAT8 = pytest.mark.skipif(torch.__version__ < (2, 13), reason="torch 2.1
 IN_FLOAT8 = Float8(frozenset(f"layers.{i}.{name}" for i in range(2) for name in LINEARS), by_row=True)
 
 
-def build_model(sizes, checkpointing, dtype=torch.bfloat16, float8=NO_FLOAT8):
+def build_model(sizes, checkpointing, dtype=torch.bfloat16, float8=NO_FLOAT8, in_4_bits=False):
     """Return a model sharded over all ranks, without FSDP, whose gathered parameters would count as memory."""
     with torch.device("meta"):
         model = llama(sizes).to(dtype)
@@ -43,6 +45,9 @@ def build_model(sizes, checkpointing, dtype=torch.bfloat16, float8=NO_FLOAT8):
     if ranks > 1:
         gathers = {name for name, policy in policies.items() if policy == "gathers"}
         apply_tensor(model, model.plan(), init_device_mesh("cpu", (ranks,)), True, gathers)
+    if in_4_bits:
+        weights = {f"{name}.weight" for name, m in model.layers.named_modules(prefix="layers") if isinstance(m, nn.Linear)}
+        quantize_weights(model, weights, is_double=False, device_type="cpu")
     for name, block in model.layers.named_children():
         block.forward = block_forward(block.forward, policies[name], checkpointing, compiled=False)
     allocate(model, CPU)
@@ -55,12 +60,12 @@ def live_bytes(recorder):
     return sum(a.num_bytes for a in recorder.alive(recorder.num_events) if a.born >= 0)
 
 
-def bytes_saved_by_a_block(checkpointing, float8):
+def bytes_saved_by_a_block(checkpointing, float8=NO_FLOAT8, of=SIZES, in_4_bits=False):
     """Return the bytes that one more block keeps alive after forward, its output included."""
     live = []
     for layers in (1, 2):
-        sizes = replace(SIZES, n_layers=layers)
-        model = build_model(sizes, checkpointing, float8=float8)
+        sizes = replace(of, n_layers=layers)
+        model = build_model(sizes, checkpointing, float8=float8, in_4_bits=in_4_bits)
         batch = inputs(sizes, BATCH, SEQ)
         with Recorder() as recorder:
             loss = model(*batch, head=CrossEntropyHead(batch[0], 1024))
@@ -72,11 +77,11 @@ def bytes_saved_by_a_block(checkpointing, float8):
     return live[1] - live[0]
 
 
-def formula(mode, recompute, ranks):
+def formula(mode, recompute, ranks, sizes=SIZES):
     """Return the bytes per rank in bf16 on CPU, by docs/parallelism.md, "Activation memory of a block"."""
-    tokens, h, f = BATCH * SEQ, SIZES.dim, SIZES.hidden_dim
-    k = SIZES.n_kv_heads * SIZES.head_dim
-    lse = 4 * tokens * SIZES.n_heads / ranks
+    tokens, h, f = BATCH * SEQ, sizes.dim, sizes.hidden_dim
+    k = sizes.n_kv_heads * sizes.head_dim
+    lse = 4 * tokens * sizes.n_heads / ranks
     output = 2 * tokens * h / ranks
     if mode == "full":
         return output
@@ -106,6 +111,14 @@ def test_activation_memory_of_a_block_equals_the_formula_in_every_mode(ranks, si
         assert saved == {mode: formula(*mode, size) for mode in MODES}
         gathered_inputs_without_their_shards = 4 * SEQ * BATCH * SIZES.dim * (1 - 1 / size)
         assert saved["none", False] - saved["none", True] == gathered_inputs_without_their_shards
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_selective_recomputation_saves_products_with_weights_in_4_bits_like_others(ranks, size):
+    checkpointing = ActivationCheckpointConfig(mode="selective")
+    sizes = replace(SIZES, dim=128, hidden_dim=256)  # rows of 64 values on each rank
+    saved = ranks(size).run(bytes_saved_by_a_block, checkpointing, NO_FLOAT8, sizes, True)
+    assert saved == [formula("selective", True, size, sizes)] * size
 
 
 def gradients(checkpointing):

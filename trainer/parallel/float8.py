@@ -16,7 +16,7 @@ from models.spec import ParallelPlan, styles_in_blocks
 from trainer.adapters.select import pattern_hints
 from trainer.config import ConfigError, TrainingConfig
 from trainer.config.fields import matching
-from trainer.parallel.activation_checkpoint import call_outside_checkpoint
+from trainer.parallel.activation_checkpoint import local_product
 from trainer.parallel.mesh import ParallelDims
 from trainer.runtime.dtensor import local_factor
 
@@ -190,15 +190,10 @@ def _replace_forward(linear: nn.Linear, by_row: bool) -> None:
         """x: (..., columns). With tensor parallelism, the product is that of local tensors."""
         weight, bias = linear.weight, linear.bias
         is_sharded = isinstance(weight, DTensor)
-        # A sum over the ranks is missing, so the result has the full width of the hidden state and is not worth saving.
         is_partial = is_sharded and weight.placements[0].is_shard(1)
         local = local_factor(x)
         factors = local.flatten(0, -2), local_factor(weight), by_row
-        if is_partial and not torch.compiler.is_compiling():
-            out = call_outside_checkpoint(Float8Product.apply, *factors)
-        else:
-            out = Float8Product.apply(*factors)
-        out = out.unflatten(0, local.shape[:-1])
+        out = local_product(Float8Product.apply, *factors, is_partial=is_partial).unflatten(0, local.shape[:-1])
         if is_sharded:
             placement = Partial() if is_partial else Shard(out.dim() - 1)
             out = DTensor.from_local(out, weight.device_mesh, [placement], run_check=False)

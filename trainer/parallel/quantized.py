@@ -22,7 +22,8 @@ from trainer.adapters.nf4 import (
     part_shapes,
     parts_in,
 )
-from trainer.runtime.dtensor import to_local
+from trainer.parallel.activation_checkpoint import local_product
+from trainer.runtime.dtensor import local_factor, to_local
 
 
 def quantize_weights(model: nn.Module, names: Collection[str], is_double: bool, device_type: str) -> None:
@@ -65,15 +66,12 @@ def _replace_product(linear: nn.Linear, pairs: Tensor) -> None:
         parts, bias = _local_parts(linear, "weight"), to_local(linear.bias)
         if not isinstance(x, DTensor):
             return _Product.apply(x, bias, pairs, *parts)
-        # Of a sum over columns, each rank computes a term.
-        is_term = x.placements[0].is_shard(x.dim() - 1)
-        placement = Partial() if is_term else Shard(x.dim() - 1)
-        if is_term and bias is not None:
+        is_partial = x.placements[0].is_shard(x.dim() - 1)
+        placement = Partial() if is_partial else Shard(x.dim() - 1)
+        if is_partial and bias is not None:
             bias = bias / x.device_mesh.size()
-        local = x.to_local(grad_placements=x.placements if is_term else [Partial()])
-        return DTensor.from_local(
-            _Product.apply(local, bias, pairs, *parts), x.device_mesh, [placement], run_check=False
-        )
+        out = local_product(_Product.apply, local_factor(x), bias, pairs, *parts, is_partial=is_partial)
+        return DTensor.from_local(out, x.device_mesh, [placement], run_check=False)
 
     linear.forward = forward
 
