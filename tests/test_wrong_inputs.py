@@ -43,7 +43,7 @@ SETTINGS = {
     "--max_seq_length 2048": "use '--training.seq_len'",
     "--resume_from_checkpoint x": "runs resume by themselves",
     "--deepspeed ds.json": "sharded over all ranks by default",
-    "--load_in_4bit": "not supported: a base model in 4 or 8 bits",
+    "--load_in_4bit": "use '--lora.base_dtype': nf4, with lora.rank",
     "--nproc_per_node 2": "NGPU=8 ./run_llama_train.sh",
     "--attn_implementation flash_attention_2": "not needed",
     "--depth 12": "model.overrides",

@@ -402,8 +402,9 @@ ONLY_WITH = {
     "data.long_documents": "[data] packing = best-fit or none",
     **{
         f"lora.{name}": "[lora] rank"
-        for name in ("alpha", "rslora", "dropout", "targets", "train_fully", "init", "init_from", "dtype")
+        for name in ("alpha", "rslora", "dropout", "targets", "train_fully", "init", "init_from", "dtype", "base_dtype")
     },
+    "training.float8_exclude": "[training] float8 != none",
     "training.z_loss": "[preference] loss = none",
     "preference.beta": "[preference] loss != none",
     "preference.margin": "[preference] loss = simpo",
@@ -448,6 +449,8 @@ VIOLATIONS = {
     "--data.allowed_special x": ("data.allowed_special", "a chat or preference dataset"),
     "--data.long_documents drop": ("data.long_documents", "[data] packing = best-fit or none"),
     "--lora.alpha 8": ("lora.alpha", "[lora] rank"),
+    "--lora.base_dtype nf4": ("lora.base_dtype", "[lora] rank"),
+    "--training.float8_exclude x": ("training.float8_exclude", "[training] float8 != none"),
     "--preference.beta 1": ("preference.beta", "[preference] loss != none"),
     "--checkpoint.resize_embeddings true": ("checkpoint.resize_embeddings", "[checkpoint] init_from"),
     "--checkpoint.init_exclude x": ("checkpoint.init_exclude", "[checkpoint] init_from"),

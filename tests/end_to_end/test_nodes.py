@@ -65,6 +65,7 @@ def test_a_lost_link_ends_the_run_which_resumes_with_the_losses_of_one_node(
 ):
     common = [*tiny, "--training.global_batch_size", "8", "--lr_schedule.min_lr_ratio", "1.0"]
     two_nodes = [*common, "--run.output_folder", str(tmp_path / "two"), "--checkpoint.interval_steps", "5"]
+    two_nodes += ["--checkpoint.keep", "3"]  # 100,000 steps would need 33 GiB otherwise
     endless = ["--training.steps", "100000", "--resilience.hang_timeout_s", "10"]
     running = start_nodes([*two_nodes, *endless], "29500")
     metrics = tmp_path / "two" / "tiny" / "metrics.jsonl"

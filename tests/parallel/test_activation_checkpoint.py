@@ -46,7 +46,9 @@ def build_model(sizes, checkpointing, dtype=torch.bfloat16, float8=NO_FLOAT8, in
         gathers = {name for name, policy in policies.items() if policy == "gathers"}
         apply_tensor(model, model.plan(), init_device_mesh("cpu", (ranks,)), True, gathers)
     if in_4_bits:
-        weights = {f"{name}.weight" for name, m in model.layers.named_modules(prefix="layers") if isinstance(m, nn.Linear)}
+        weights = {
+            f"{name}.weight" for name, m in model.layers.named_modules(prefix="layers") if isinstance(m, nn.Linear)
+        }
         quantize_weights(model, weights, is_double=False, device_type="cpu")
     for name, block in model.layers.named_children():
         block.forward = block_forward(block.forward, policies[name], checkpointing, compiled=False)

@@ -31,7 +31,7 @@ FIXED = {
     "optimizer.state_dtype",
     "optimizer.base_width",
     "training.parameter_dtype",
-    *(f"lora.{name}" for name in ("rank", "alpha", "rslora", "targets", "train_fully", "dtype")),
+    *(f"lora.{name}" for name in ("rank", "alpha", "rslora", "targets", "train_fully", "dtype", "base_dtype")),
     *(f"preference.{name}" for name in ("loss", "beta", "margin")),
 }
 FIXED |= {

@@ -48,7 +48,7 @@ class ConsoleHandler(logging.Handler):
         # The streams of now: a caller may have replaced or closed those of the import.
         with suppress(OSError):  # a full disk or a closed terminal must not stop a run
             file = sys.stderr if is_warning else sys.stdout
-            print(f"{time.strftime('%H:%M:%S')} {_line(record)}", file=file, flush=True)
+            print(f"{time.strftime('%H:%M:%S')} {_line(record)}\n", end="", file=file, flush=True)  # as in print_error
 
 
 class FileHandler(WatchedFileHandler):

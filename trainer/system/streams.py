@@ -90,4 +90,5 @@ def flush_standard_streams() -> None:
 def print_error(text: str) -> None:
     """Print a line, or several, on stderr. If nobody can read it, the exit code still reports the error."""
     with suppress(OSError):
-        print(presentable(text), file=sys.stderr, flush=True)
+        # In one call: unbuffered, each is a write, between which another process may write.
+        print(f"{presentable(text)}\n", end="", file=sys.stderr, flush=True)
