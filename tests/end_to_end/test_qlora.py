@@ -2,6 +2,8 @@
 
 import math
 import sys
+from contextlib import redirect_stdout
+from io import StringIO
 from unittest.mock import patch
 
 import pytest
@@ -179,8 +181,15 @@ def test_the_reference_of_dpo_is_the_quantized_base(ranks, bases, tmp_path):
 # ---------------------------------------------------------------- merging
 
 
+def printed(argv):
+    """Train, and return what the run prints."""
+    with redirect_stdout(StringIO()) as text:
+        train(argv)
+    return text.getvalue()
+
+
 def test_an_adapter_is_merged_into_the_base_that_it_was_trained_on_or_into_the_original(
-    ranks, bases, tmp_path, monkeypatch, capfd
+    ranks, bases, tmp_path, monkeypatch, capsys
 ):
     """The first loss of a run that starts from a merged model is that of a run that continues with the adapter."""
     argv = combine([*bases("llama"), *NF4, "--lora.base_dtype", "nf4_double", "--training.steps", "1"])
@@ -195,15 +204,15 @@ def test_an_adapter_is_merged_into_the_base_that_it_was_trained_on_or_into_the_o
         monkeypatch.setattr(sys, "argv", ["convert_hf.py", *words])
         convert_hf.main()
         warning = "was trained on a base model in 4 bits (nf4_double), and is merged into the original"
-        assert (warning in capfd.readouterr().err) == (into == "original")
+        assert (warning in capsys.readouterr().err) == (into == "original")
         with safe_open(out / "model.safetensors", framework="pt") as tensors:
             assert tensors.metadata().get("meshwright_base") == {"quantized": "nf4_double"}.get(into)
         merged = [*argv, "--lora.base_dtype", "keep", "--checkpoint.init_from", str(out)]
         ranks(1).run(train, [*merged, *in_folder(tmp_path / f"from_{into}")])
         (record,) = records(tmp_path / f"from_{into}")
         losses[into] = record["loss"]
-    ranks(1).run(train, [*continued, "--lora.base_dtype", "keep", *in_folder(tmp_path / "keep")])
-    assert "which was trained with [lora] base_dtype = nf4_double, not keep" in capfd.readouterr().out
+    (text,) = ranks(1).run(printed, [*continued, "--lora.base_dtype", "keep", *in_folder(tmp_path / "keep")])
+    assert "which was trained with [lora] base_dtype = nf4_double, not keep" in text
     assert losses["quantized"] == pytest.approx(expected["loss"], rel=1e-6)
     assert abs(losses["original"] / expected["loss"] - 1) > 1e-5
     source = open_weights(checkpoint_of(tmp_path / "run"), alone=True)
