@@ -4,8 +4,6 @@ import dataclasses
 import json
 import shutil
 import sys
-from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -30,7 +28,6 @@ from tests.training_runs import (
     records,
     trainer_from,
 )
-from trainer.adapters.nf4 import round_trip
 from trainer.adapters.select import LORA_A
 from trainer.batch import IGNORE_INDEX
 from trainer.checkpoint.adapter import open_weights
@@ -129,20 +126,12 @@ def lora_steps(argv):
 
 
 def in_4_bits(folder):
-    """Return transformers' model in fp32 with a base in 4 bits: of bitsandbytes or, where it is not installed, dequantized."""
-    options = {"attn_implementation": "eager", "dtype": torch.float32}
-    load = partial(transformers.AutoModelForCausalLM.from_pretrained, folder, **options)
-    if find_spec("bitsandbytes"):
-        settings = transformers.BitsAndBytesConfig(
-            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32
-        )
-        return load(quantization_config=settings, device_map="cpu")
-    model = load()
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if "_proj." in name:
-                weight.copy_(round_trip(weight, is_double=False))
-    return model
+    """Return transformers' model in fp32 with a base in 4 bits of bitsandbytes."""
+    settings = transformers.BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32
+    )
+    options = {"attn_implementation": "eager", "dtype": torch.float32, "device_map": "cpu"}
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, quantization_config=settings, **options)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "llama in 4 bits"])

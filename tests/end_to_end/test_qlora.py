@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from scripts import convert_hf
-from tests import training_runs
+from tests.end_to_end.test_lora import STEADY, train
 from tests.training_runs import checkpoint_of, combine, error_line, in_folder, measured, records, trainer_from
 from trainer.adapters import nf4
 from trainer.checkpoint.adapter import open_weights
@@ -43,12 +43,7 @@ FAMILIES = {
     ],
 }
 """Models of a tiny run whose rows are multiples of 64, also on two tensor-parallel ranks."""
-STEADY = ["--optimizer.eps", "1e-4", "--lr_schedule.warmup_steps", "0", "--lr_schedule.min_lr_ratio", "1"]
 NF4 = ["--lora.rank", "4", "--optimizer.lr", "1e-2", "--lora.base_dtype", "nf4", *STEADY]
-
-
-def train(argv):
-    return training_runs.train(combine(argv))
 
 
 @pytest.fixture(scope="module")

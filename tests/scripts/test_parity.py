@@ -102,32 +102,28 @@ CONTROLS = {
 }
 
 
+def saved_model(folder, name, **config):
+    """Save a small model with random weights. name: of its class in transformers, without its task. Return the folder."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 2048}
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**sizes, **config))
+    model.save_pretrained(folder)
+    return folder
+
+
 @pytest.fixture(scope="module")
 def hf_mixture(tmp_path_factory):
     """A folder with a small Mixtral model, saved by transformers."""
-    transformers = pytest.importorskip("transformers")
-    config = transformers.MixtralConfig(
-        **{"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_local_experts": 4},
-        **{"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 2048, "max_position_embeddings": 64},
-    )
-    torch.manual_seed(0)
-    folder = tmp_path_factory.mktemp("hf_mixture")
-    transformers.MixtralForCausalLM(config).save_pretrained(folder)
-    return folder
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_local_experts": 4, "max_position_embeddings": 64}
+    return saved_model(tmp_path_factory.mktemp("hf_mixture"), "Mixtral", **sizes)
 
 
 @pytest.fixture(scope="module")
 def hf_wide(tmp_path_factory):
     """A folder with a small Llama model whose rows are multiples of 64, also on two tensor-parallel ranks."""
-    transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        **{"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 2048},
-        **{"num_attention_heads": 8, "num_key_value_heads": 4, "rms_norm_eps": 1e-5, "rope_theta": 500_000.0},
-    )
-    torch.manual_seed(0)
-    folder = tmp_path_factory.mktemp("hf_wide")
-    transformers.LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "rms_norm_eps": 1e-5, "rope_theta": 500_000.0}
+    return saved_model(tmp_path_factory.mktemp("hf_wide"), "Llama", **sizes)
 
 
 def test_every_injected_bug_has_a_run():

@@ -81,7 +81,14 @@ class Float8Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, rows: Tensor, weight: Tensor, by_row: bool) -> Tensor:
-        """rows: (tokens, columns). weight: (outputs, columns)."""
+        """Return the product, (tokens, outputs).
+
+        Args:
+            ctx: Of autograd.
+            rows: (tokens, columns).
+            weight: (outputs, columns).
+            by_row: As in `product`.
+        """
         needs_rows_gradient, needs_weight_gradient, _ = ctx.needs_input_grad
         ctx.save_for_backward(rows if needs_weight_gradient else None, weight if needs_rows_gradient else None)
         ctx.by_row = by_row
