@@ -1,3 +1,4 @@
+import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -19,8 +20,13 @@ hypothesis.settings.register_profile(
 hypothesis.settings.register_profile("long", max_examples=2000, deadline=None, suppress_health_check=_CHECKS)
 hypothesis.settings.load_profile("short")
 
-# A background job of a shell ignores SIGINT, and so would every process that a test starts.
+# What a process inherits, and every process that a test starts: `nohup` ignores SIGHUP, a background job of a shell SIGINT
+# and SIGQUIT. scripts/run_tests.sh empties the environment.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+for number in (signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD):
+    signal.signal(number, signal.SIG_DFL)
+signal.pthread_sigmask(signal.SIG_SETMASK, ())
+os.umask(0o022)
 
 
 @pytest.fixture(scope="session")

@@ -121,7 +121,7 @@ batches = open_batches()
 tokens = first_tokens(batches, 1)
 fill()
 assert tokens + first_tokens(batches, 20) == expected(21)
-print(error_of(open_batches(2)))
+print(error_of(open_batches(2)), flush=True)  # os._exit does not
 os._exit(0)
 """
 
