@@ -1,8 +1,8 @@
 """Train a language model: python train.py --config train_configs/debug.toml [--section.key value ...]"""
 
-from trainer.system.dependencies import require_dependencies
-from trainer.system.signals import SignalListener, end_before_training
-from trainer.system.streams import flush_standard_streams, open_standard_streams
+from trainer.base.system.dependencies import require_dependencies
+from trainer.base.system.signals import SignalListener, end_before_training
+from trainer.base.system.streams import flush_standard_streams, open_standard_streams
 
 if __name__ == "__main__":  # before the other imports, during which signals arrive too
     open_standard_streams()
@@ -17,16 +17,16 @@ import sys
 from functools import partial
 from typing import NoReturn
 
-from trainer.config import Config, ConfigError
-from trainer.config.command_line import (
+from trainer.base.config import Config, ConfigError
+from trainer.base.config.command_line import (
     check_environment,
     config_from_command_line,
     die,
     one_line_errors,
     refuse_separate_tasks,
 )
-from trainer.system.children import end_children
-from trainer.system.process import die_with_parent, limit_spinning
+from trainer.base.system.children import end_children
+from trainer.base.system.process import die_with_parent, limit_spinning
 
 
 def run(config: Config, listener: SignalListener) -> int:

@@ -17,12 +17,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from trainer.system.process import exit_on_interrupt
+from trainer.base.system.process import exit_on_interrupt
 
 if __name__ == "__main__":
     exit_on_interrupt()
 
-from trainer.config.command_line import Arguments, answer_early, die, run_to_end
+from trainer.base.config.command_line import Arguments, answer_early, die, run_to_end
 
 
 def arguments() -> Arguments:
@@ -38,15 +38,15 @@ if __name__ == "__main__":
 
 from tqdm import tqdm
 
+from trainer.base.config.model_source import best_checkpoint, best_step, list_checkpoints
+from trainer.base.system.checkpoint_folder import STATE_FILE, parse_step
+from trainer.base.system.files import folder_error
+from trainer.base.system.paths import split_best
+from trainer.base.system.spelling import counted
 from trainer.checkpoint import manifest
 from trainer.checkpoint.manifest import CorruptError
 from trainer.checkpoint.resume import LARGEST_STATE, check_train_state
 from trainer.checkpoint.storage import read_index
-from trainer.config.model_source import best_checkpoint, best_step, list_checkpoints
-from trainer.system.checkpoint_folder import STATE_FILE, parse_step
-from trainer.system.files import folder_error
-from trainer.system.paths import split_best
-from trainer.system.spelling import counted
 
 
 def find_checkpoints(path: Path) -> list[Path]:

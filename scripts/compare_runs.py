@@ -12,16 +12,16 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from trainer.system.process import exit_on_interrupt
+from trainer.base.system.process import exit_on_interrupt
 
 if __name__ == "__main__":
     exit_on_interrupt()
 
-from trainer.config import ConfigError
-from trainer.config.command_line import Arguments, run_to_end
-from trainer.config.render import differing_settings, setting_texts
-from trainer.reporting.run import find_run, require_run
-from trainer.system.files import read_json_lines, read_json_object
+from trainer.base.config import ConfigError
+from trainer.base.config.command_line import Arguments, run_to_end
+from trainer.base.config.render import differing_settings, setting_texts
+from trainer.base.system.files import read_json_lines, read_json_object
+from trainer.tools.report.run import find_run, require_run
 
 
 def differences(a: Path, b: Path) -> Iterator[str]:

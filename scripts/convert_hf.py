@@ -12,13 +12,13 @@ from typing import get_args
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from trainer.system.process import exit_on_interrupt
+from trainer.base.system.process import exit_on_interrupt
 
 if __name__ == "__main__":
     exit_on_interrupt()
 
-from trainer.config.command_line import Arguments, answer_early, die, positive_float, run_to_end
-from trainer.config.schema.model import ModelFamily
+from trainer.base.config.command_line import Arguments, answer_early, die, positive_float, run_to_end
+from trainer.base.config.schema.model import ModelFamily
 
 _DTYPE, _SHARD_GIB = "bf16", 5.0
 """Defaults of --dtype and of --shard-gib."""
@@ -58,16 +58,16 @@ if __name__ == "__main__":
 from tqdm import tqdm
 
 from models import MODELS
-from trainer.checkpoint.adapter import is_adapter
-from trainer.checkpoint.export import HfExport
-from trainer.checkpoint.huggingface import HfModelFolder, family_of
+from trainer.base.config.model_source import resolve_checkpoint
+from trainer.base.system.spelling import did_you_mean
+from trainer.base.system.units import GIB
+from trainer.checkpoint.formats.adapter import is_adapter
+from trainer.checkpoint.formats.export import HfExport
+from trainer.checkpoint.formats.huggingface import HfModelFolder, family_of
+from trainer.checkpoint.formats.peft import write_peft
+from trainer.checkpoint.formats.write_model import import_folder, require_new_folder
 from trainer.checkpoint.manifest import CorruptError
-from trainer.checkpoint.peft import write_peft
-from trainer.checkpoint.write_model import import_folder, require_new_folder
-from trainer.config.model_source import resolve_checkpoint
 from trainer.runtime.device import DTYPES
-from trainer.system.spelling import did_you_mean
-from trainer.system.units import GIB
 
 
 def to_hf(args: argparse.Namespace, checkpoint: Path, shard_bytes: int) -> None:

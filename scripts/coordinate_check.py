@@ -22,12 +22,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from trainer.system.process import exit_on_interrupt
+from trainer.base.system.process import exit_on_interrupt
 
 if __name__ == "__main__":
     exit_on_interrupt()
 
-from trainer.config.command_line import (
+from trainer.base.config.command_line import (
     Arguments,
     answer_early,
     config_from_command_line,
@@ -61,14 +61,14 @@ def arguments() -> Arguments:
 if __name__ == "__main__":
     answer_early(arguments())  # before torch is imported
 
-from trainer.config import Config, ConfigError
-from trainer.config.load import load_config
-from trainer.planning.report import canvas, save
-from trainer.system.spelling import counted
-from trainer.system.streams import print_error
-from trainer.testing.coordinates import ACTIVATIONS, AFTER, BEFORE, CHANGE, Curves, settings_of_runs
-from trainer.testing.layouts import Table, flags, settings_of
-from trainer.testing.ranks import RankError
+from trainer.base.config import Config, ConfigError
+from trainer.base.config.load import load_config
+from trainer.base.system.spelling import counted
+from trainer.base.system.streams import print_error
+from trainer.tools.planner.report import canvas, save
+from trainer.tools.testing.coordinates import ACTIVATIONS, AFTER, BEFORE, CHANGE, Curves, settings_of_runs
+from trainer.tools.testing.layouts import Table, flags, settings_of
+from trainer.tools.testing.ranks import RankError
 
 
 def with_base_width(argv: list[str], smallest: int) -> Config:

@@ -13,7 +13,7 @@ has_modules() { # PYTHON MODULES: of the dependencies, and these
 import importlib.metadata, importlib.util, sys
 assert sys.version_info >= (3, 10)
 sys.path.insert(0, sys.argv[1])
-from trainer.system.dependencies import MODULES
+from trainer.base.system.dependencies import MODULES
 assert all(importlib.util.find_spec(name) for name in [*MODULES, *sys.argv[2].split()])
 major, minor = importlib.metadata.version("torch").split(".")[:2]
 assert (2, 11) <= (int(major), int(minor)) < (2, 16)

@@ -25,12 +25,12 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from trainer.system.process import exit_on_interrupt
+from trainer.base.system.process import exit_on_interrupt
 
 if __name__ == "__main__":
     exit_on_interrupt()
 
-from trainer.config import (
+from trainer.base.config import (
     Config,
     ConfigError,
     EvaluationConfig,
@@ -40,7 +40,7 @@ from trainer.config import (
     ProfilingConfig,
     SamplesConfig,
 )
-from trainer.config.command_line import (
+from trainer.base.config.command_line import (
     Arguments,
     config_from_command_line,
     die,
@@ -49,11 +49,11 @@ from trainer.config.command_line import (
     positive_float,
     run_to_end,
 )
-from trainer.config.packages import require_package
-from trainer.config.render import require_same_settings, to_toml
-from trainer.system.files import atomic_write, folder_error, read_json_lines, read_json_object
-from trainer.system.process import die_with_parent
-from trainer.system.spelling import counted
+from trainer.base.config.packages import require_package
+from trainer.base.config.render import require_same_settings, to_toml
+from trainer.base.system.files import atomic_write, folder_error, read_json_lines, read_json_object
+from trainer.base.system.process import die_with_parent
+from trainer.base.system.spelling import counted
 
 RESULT, PICTURE = "find_lr.json", "find_lr.png"
 LEAST_STEPS = 8

@@ -14,12 +14,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from trainer.system.process import exit_on_interrupt
+from trainer.base.system.process import exit_on_interrupt
 
 if __name__ == "__main__":
     exit_on_interrupt()
 
-from trainer.config.command_line import (
+from trainer.base.config.command_line import (
     Arguments,
     answer_early,
     die,
@@ -64,7 +64,7 @@ if __name__ == "__main__":
 
 import torch.distributed as dist
 
-from trainer.config import ConfigError, DistributedConfig
+from trainer.base.config import ConfigError, DistributedConfig
 from trainer.data.chat.format import ChatFormat
 from trainer.data.chat.template import TemplateFailure
 from trainer.inference.generate import Sampling, TextGenerator, TextStream

@@ -13,12 +13,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from trainer.system.process import exit_on_interrupt
+from trainer.base.system.process import exit_on_interrupt
 
 if __name__ == "__main__":
     exit_on_interrupt()
 
-from trainer.config.command_line import (
+from trainer.base.config.command_line import (
     Arguments,
     answer_early,
     die,
@@ -42,17 +42,17 @@ if __name__ == "__main__":
 
 import numpy as np
 
-from trainer.config import Config, ConfigError
-from trainer.config.load import load_config
-from trainer.config.required_files import DATA_SECTIONS
+from trainer.base.config import Config, ConfigError
+from trainer.base.config.load import load_config
+from trainer.base.config.required_files import DATA_SECTIONS
+from trainer.base.system import console
+from trainer.base.system.files import read_json_lines
 from trainer.data.build import open_datasets
 from trainer.data.datasets import dataset_configs, prepare_datasets
 from trainer.data.sampling.loader import SampleOrder
 from trainer.data.tokenizer.backends import load_tokenizer
-from trainer.data.view.samples import view_samples
-from trainer.data.view.text import sample_lines
-from trainer.system import console
-from trainer.system.files import read_json_lines
+from trainer.tools.report.view.samples import view_samples
+from trainer.tools.report.view.text import sample_lines
 
 _TEXT_LENGTH = 60
 """Maximum number of characters to print of each text."""

@@ -23,12 +23,12 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from trainer.system.process import exit_on_interrupt
+from trainer.base.system.process import exit_on_interrupt
 
 if __name__ == "__main__":
     exit_on_interrupt()
 
-from trainer.config.command_line import Arguments, add_layout_option, answer_early, positive_int, run_to_end
+from trainer.base.config.command_line import Arguments, add_layout_option, answer_early, positive_int, run_to_end
 
 LAYOUTS = ["dp_shard=1", "tp=2", "cp=2", "cp=2 tp=2", "pp=2", "compile.enabled=true"]
 
@@ -49,16 +49,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from models.spec import Head
+from trainer.base.config.load import load_config
 from trainer.batch import Batch
 from trainer.build import build_trainer
-from trainer.config.load import load_config
 from trainer.data.sampling.samples import Samples
 from trainer.parallel.step import Step
 from trainer.run.resolve import ResolvedRun, resolve
-from trainer.testing.bugs import BUGS
-from trainer.testing.layouts import Table, num_ranks
-from trainer.testing.parity import Row, Runs, build_rows, control_row, full
-from trainer.testing.ranks import LocalRanks, RankError
+from trainer.tools.testing.bugs import BUGS
+from trainer.tools.testing.layouts import Table, num_ranks
+from trainer.tools.testing.parity import Row, Runs, build_rows, control_row, full
+from trainer.tools.testing.ranks import LocalRanks, RankError
 
 _CHANGED = 1e-6
 """Fraction of the largest hidden value by which a changed position differs."""

@@ -21,12 +21,12 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from trainer.system.process import exit_on_interrupt
+from trainer.base.system.process import exit_on_interrupt
 
 if __name__ == "__main__":
     exit_on_interrupt()
 
-from trainer.config.command_line import (
+from trainer.base.config.command_line import (
     Arguments,
     add_layout_option,
     answer_early,
@@ -54,10 +54,10 @@ def arguments() -> Arguments:
 if __name__ == "__main__":
     answer_early(arguments())  # before torch is imported
 
-from trainer.config import ConfigError
-from trainer.testing.bugs import BUGS
-from trainer.testing.layouts import EXPERT_MATRIX, PARITY_MATRIX, Table
-from trainer.testing.parity import LIMITS, Row, Runs, build_rows, control_row
+from trainer.base.config import ConfigError
+from trainer.tools.testing.bugs import BUGS
+from trainer.tools.testing.layouts import EXPERT_MATRIX, PARITY_MATRIX, Table
+from trainer.tools.testing.parity import LIMITS, Row, Runs, build_rows, control_row
 
 
 def compare(runs: Runs, rows: Sequence[Row], misfits: Sequence[tuple[str, ConfigError]], num_gradients: int) -> bool:

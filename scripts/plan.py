@@ -18,12 +18,12 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from trainer.system.process import exit_on_interrupt
+from trainer.base.system.process import exit_on_interrupt
 
 if __name__ == "__main__":
     exit_on_interrupt()
 
-from trainer.config.command_line import (
+from trainer.base.config.command_line import (
     Arguments,
     answer_early,
     config_from_command_line,
@@ -35,9 +35,9 @@ from trainer.config.command_line import (
     positive_int,
     run_to_end,
 )
-from trainer.planning.limits import GPU_RESERVE_BYTES, MAX_RANKS
+from trainer.base.system.units import GIB
 from trainer.runtime.accelerators import ACCELERATORS, SHORT_NAMES, AcceleratorSpec, short_name
-from trainer.system.units import GIB
+from trainer.tools.planner.limits import GPU_RESERVE_BYTES, MAX_RANKS
 
 RATES = {
     "memory-bandwidth": ("memory_bandwidth", "bandwidth of device memory"),
@@ -83,11 +83,11 @@ def arguments() -> Arguments:
 if __name__ == "__main__":
     answer_early(arguments())  # before torch is imported
 
-from trainer.config import Config
-from trainer.config.flags import parse_argv
-from trainer.planning.estimate import Hardware, RunEstimate, estimate, this_machine
-from trainer.planning.report import as_json, as_text, canvas, draw, headline, ranking
-from trainer.planning.search import search
+from trainer.base.config import Config
+from trainer.base.config.flags import parse_argv
+from trainer.tools.planner.estimate import Hardware, RunEstimate, estimate, this_machine
+from trainer.tools.planner.report import as_json, as_text, canvas, draw, headline, ranking
+from trainer.tools.planner.search import search
 
 
 def accelerator_of(args: argparse.Namespace) -> AcceleratorSpec:

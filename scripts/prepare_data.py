@@ -17,15 +17,15 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from trainer.system.process import exit_on_interrupt
+from trainer.base.system.process import exit_on_interrupt
 
 if __name__ == "__main__":
     exit_on_interrupt()
 
 import numpy as np
 
-from trainer.config import Config, DataConfig
-from trainer.config.command_line import (
+from trainer.base.config import Config, DataConfig
+from trainer.base.config.command_line import (
     Arguments,
     config_from_command_line,
     die,
@@ -34,8 +34,11 @@ from trainer.config.command_line import (
     one_line_errors,
     run_to_end,
 )
-from trainer.config.pretrained import provenance
-from trainer.config.required_files import DATA_SECTIONS
+from trainer.base.config.pretrained import provenance
+from trainer.base.config.required_files import DATA_SECTIONS
+from trainer.base.system import console
+from trainer.base.system.files import atomic_write
+from trainer.base.system.spelling import counted
 from trainer.data.datasets import all_dataset_configs, blame_setting, dataset_configs, pack_splits
 from trainer.data.prepare.prepare import prepare, unused_fields
 from trainer.data.sampling.phases import parse_mixture
@@ -43,9 +46,6 @@ from trainer.data.store.held_out import open_splits
 from trainer.data.store.store import SPLITS, check_content, open_store, read_description
 from trainer.data.tokenizer.backends import load_tokenizer
 from trainer.data.tokenizer.protocol import Tokenizer
-from trainer.system import console
-from trainer.system.files import atomic_write
-from trainer.system.spelling import counted
 
 _SHOWN = 3
 """Number of samples of a page if --show does not say it."""
@@ -72,8 +72,8 @@ def report(config: Config, stores: dict[str, Path], tokenizer: Tokenizer, args: 
     """Print the table of the datasets and the documents that --show asks for, and write the page of --html."""
     from trainer.data.build import open_datasets
     from trainer.data.sampling.loader import SampleOrder
-    from trainer.data.view import figures, page, text
-    from trainer.data.view.samples import view_samples
+    from trainer.tools.report.view import figures, page, text
+    from trainer.tools.report.view.samples import view_samples
 
     data, sets, training, is_sharded = config.data, config.evaluation.datasets, config.training, args.shard != (0, 1)
     evaluates = not is_sharded and config.evaluation.interval_steps > 0

@@ -16,22 +16,22 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from trainer.system.process import exit_on_interrupt
+from trainer.base.system.process import exit_on_interrupt
 
 if __name__ == "__main__":
     exit_on_interrupt()
 
 from collections.abc import Sequence
 
-from trainer.config import ConfigError
-from trainer.config.command_line import Arguments, file_to_write, number, run_to_end
-from trainer.reporting.drawing import require_plotting
-from trainer.reporting.page import GENERATOR, Watch, render
-from trainer.reporting.plan import Plan, plan_memory
-from trainer.reporting.run import FILES, Run, find_run, labels, read_run, require_runs
-from trainer.reporting.serve import HOST, Pages, Server
-from trainer.system.files import atomic_write
-from trainer.system.streams import require_stdout
+from trainer.base.config import ConfigError
+from trainer.base.config.command_line import Arguments, file_to_write, number, run_to_end
+from trainer.base.system.files import atomic_write
+from trainer.base.system.streams import require_stdout
+from trainer.tools.report.drawing import require_plotting
+from trainer.tools.report.page import GENERATOR, Watch, render
+from trainer.tools.report.plan import Plan, plan_memory
+from trainer.tools.report.run import FILES, Run, find_run, labels, read_run, require_runs
+from trainer.tools.report.serve import HOST, Pages, Server
 
 
 def plans_of(runs: Sequence[Run]) -> list[Plan | str | None]:

@@ -14,13 +14,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from trainer.system.process import exit_on_interrupt
+from trainer.base.system.process import exit_on_interrupt
 
 if __name__ == "__main__":
     exit_on_interrupt()
 
-from trainer.config import ConfigError, DataConfig, TokenizerConfig
-from trainer.config.command_line import (
+from trainer.base.config import ConfigError, DataConfig, TokenizerConfig
+from trainer.base.config.command_line import (
     Arguments,
     config_from_command_line,
     die,
@@ -28,15 +28,15 @@ from trainer.config.command_line import (
     positive_int,
     run_to_end,
 )
-from trainer.config.packages import require_package
+from trainer.base.config.packages import require_package
+from trainer.base.system.files import atomic_write
+from trainer.base.system.spelling import counted
 from trainer.data.datasets import all_dataset_configs, blame_setting
 from trainer.data.prepare.limits import Counts, check_number, check_share
 from trainer.data.sources import BadDocument, open_source
 from trainer.data.tokenizer.backends import NUM_SPECIAL, load_tokenizer
 from trainer.data.tokenizer.byte_pair import LLAMA3_PATTERN
 from trainer.data.tokenizer.hf_json import byte_to_char
-from trainer.system.files import atomic_write
-from trainer.system.spelling import counted
 
 try:
     tokenizers = require_package("tokenizers", "")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.faults.harness import CONFIG, write_corpus
-from trainer.testing.ranks import LocalRanks
+from trainer.tools.testing.ranks import LocalRanks
 
 ROOT = Path(__file__).parent.parent
 

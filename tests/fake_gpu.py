@@ -20,9 +20,9 @@ from trainer.engine import Engine, build_model_parts, build_objective
 from trainer.parallel.activation_checkpoint import SAVEABLE_OPS
 from trainer.parallel.attention import AttentionBackend, Mask
 from trainer.parallel.mesh import Meshes
-from trainer.planning.patches import FAKE_GPU_KERNELS, skip_shape_negotiation
 from trainer.run.resolve import resolve
-from trainer.testing.layouts import Layout, flags, load_layout, num_ranks
+from trainer.tools.planner.patches import FAKE_GPU_KERNELS, skip_shape_negotiation
+from trainer.tools.testing.layouts import Layout, flags, load_layout, num_ranks
 
 FAKE_GPU = torch.device("meta")
 

@@ -13,7 +13,7 @@ from scripts.dev import plot_layers
 from scripts.dev.generate_model_docs import PAGE, generate
 from tests.conftest import ROOT
 from tests.test_layering import LAYERS
-from trainer.config.fields import settings
+from trainer.base.config.fields import settings
 
 FOLDERS = "trainer|models|scripts|tests|docs|train_configs"
 PAGES = [*ROOT.glob("*.md"), *(page for folder in FOLDERS.split("|") for page in (ROOT / folder).rglob("*.md"))]

@@ -12,14 +12,14 @@ import pytest
 
 from tests.faults.harness import write_corpus
 from tests.training_runs import records, train
+from trainer.base.config import DataConfig, EvaluationConfig, TokenizerConfig
+from trainer.base.system import console
+from trainer.base.system.checkpoint_folder import latest_per_step, step_of
 from trainer.checkpoint.best import BestTracker
-from trainer.config import DataConfig, EvaluationConfig, TokenizerConfig
 from trainer.data.build import open_datasets
 from trainer.data.datasets import prepare_datasets
 from trainer.data.tokenizer.backends import load_tokenizer
-from trainer.system import console
-from trainer.system.checkpoint_folder import latest_per_step, step_of
-from trainer.testing.ranks import RankError
+from trainer.tools.testing.ranks import RankError
 
 
 @pytest.fixture(scope="module")

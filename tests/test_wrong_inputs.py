@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.commands import run_script
-from trainer.config import ConfigError
-from trainer.config.command_line import check_environment, config_from_command_line, one_line_errors
+from trainer.base.config import ConfigError
+from trainer.base.config.command_line import check_environment, config_from_command_line, one_line_errors
 from trainer.inference import load_model
 from trainer.launch import TorchrunOptions
 from trainer.run.resolve import resolve

@@ -14,21 +14,21 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch.distributed.tensor import DTensor
 
+from trainer.base.config import ConfigError
+from trainer.base.config.load import load_config
+from trainer.base.system import console
+from trainer.base.system.files import read_json_lines
 from trainer.batch import Batch
 from trainer.build import build_trainer
 from trainer.checkpoint.storage import TensorMetadata, read_rows
-from trainer.config import ConfigError
-from trainer.config.load import load_config
 from trainer.run.resolve import resolve
 from trainer.run.run_folder import resume_point
 from trainer.run.training_data import TrainingData
 from trainer.runtime.device import rng_state
 from trainer.state import TrainState
-from trainer.system import console
-from trainer.system.files import read_json_lines
-from trainer.testing import parity
-from trainer.testing.parity import Trained
-from trainer.testing.ranks import LocalRanks
+from trainer.tools.testing import parity
+from trainer.tools.testing.parity import Trained
+from trainer.tools.testing.ranks import LocalRanks
 from trainer.trainer import Trainer
 
 

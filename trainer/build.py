@@ -11,14 +11,17 @@ import torch.distributed as dist
 from torch import nn
 
 from trainer import initial_model
+from trainer.base.config import Config, ConfigError
+from trainer.base.config.pretrained import provenance
+from trainer.base.config.render import to_toml
+from trainer.base.system import console
+from trainer.base.system.checkpoint_folder import committed
+from trainer.base.system.files import digest
 from trainer.checkpoint.async_save import WRITERS
 from trainer.checkpoint.best import BestTracker
+from trainer.checkpoint.formats.model_metadata import GENERATION_CONFIG
 from trainer.checkpoint.manager import CheckpointManager, saved_tensors
-from trainer.checkpoint.model_metadata import GENERATION_CONFIG
 from trainer.checkpoint.resume import ResumePoint
-from trainer.config import Config, ConfigError
-from trainer.config.pretrained import provenance
-from trainer.config.render import to_toml
 from trainer.data.build import Datasets
 from trainer.data.sampling.loader import BatchPartition
 from trainer.engine import Engine, build_model_parts, build_objective
@@ -55,9 +58,6 @@ from trainer.runtime import device as devices
 from trainer.runtime.distributed import run_on_rank_0
 from trainer.runtime.host_memory import keep_freed_memory
 from trainer.state import TrainState
-from trainer.system import console
-from trainer.system.checkpoint_folder import committed
-from trainer.system.files import digest
 from trainer.trainer import Trainer
 
 

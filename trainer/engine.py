@@ -12,8 +12,8 @@ from torch.distributed.fsdp import FSDPModule
 from models.spec import is_bias, saved_weights
 from trainer.adapters.apply import apply_lora
 from trainer.adapters.nf4 import quantized_weights
+from trainer.base.config import Config
 from trainer.batch import Batch
-from trainer.config import Config
 from trainer.objective.cross_entropy import CrossEntropy, CrossEntropyWithZLoss
 from trainer.objective.objective import Objective, require_complete
 from trainer.objective.preference import Preference

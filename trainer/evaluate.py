@@ -9,15 +9,15 @@ from itertools import islice
 import numpy as np
 import torch
 
+from trainer.base.config import ConfigError, EvaluationConfig
+from trainer.base.system import console
+from trainer.base.system.spelling import did_you_mean
 from trainer.batch import IGNORE_INDEX, Batch
-from trainer.config import ConfigError, EvaluationConfig
 from trainer.data.sampling.loader import BatchPartition, evaluation_batches
 from trainer.data.sampling.samples import Samples
 from trainer.objective.objective import Objective
 from trainer.parallel.step import Step
 from trainer.state import is_due
-from trainer.system import console
-from trainer.system.spelling import did_you_mean
 
 _CHUNK_SAMPLES = 256
 """Number of samples whose targets are counted at once."""

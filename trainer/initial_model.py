@@ -7,14 +7,17 @@ from functools import partial
 from pathlib import Path
 
 from models.spec import meta_model, saved_weights
-from trainer.checkpoint.huggingface import TEXT_MODEL
-from trainer.checkpoint.initial_adapter import load_adapter
+from trainer.base.config import Config
+from trainer.base.config.model_source import resolve_checkpoint
+from trainer.base.config.pretrained import is_from_pretrained
+from trainer.base.config.render import to_toml
+from trainer.base.system import console
+from trainer.base.system.checkpoint_folder import MANIFEST
+from trainer.base.system.files import digest, digest_of, short_digest
+from trainer.checkpoint.formats.huggingface import TEXT_MODEL
+from trainer.checkpoint.formats.initial_adapter import load_adapter
+from trainer.checkpoint.formats.weights import WeightSource, load_initial_weights, names_loaded, open_initial_weights
 from trainer.checkpoint.resume import ResumePoint, changed_settings, require_compatible
-from trainer.checkpoint.weights import WeightSource, load_initial_weights, names_loaded, open_initial_weights
-from trainer.config import Config
-from trainer.config.model_source import resolve_checkpoint
-from trainer.config.pretrained import is_from_pretrained
-from trainer.config.render import to_toml
 from trainer.data.sampling.loader import BatchPartition
 from trainer.data.sampling.samples import Samples
 from trainer.engine import Engine
@@ -24,9 +27,6 @@ from trainer.run.resolve import ResolvedRun
 from trainer.run.run_folder import model_files
 from trainer.run.text_format import TextFormat
 from trainer.runtime.distributed import run_on_rank_0
-from trainer.system import console
-from trainer.system.checkpoint_folder import MANIFEST
-from trainer.system.files import digest, digest_of, short_digest
 
 _BASE, _REFERENCE, _INITIAL = "base model", "reference model", "initial weights"
 """Keys of InitialModel.hashes."""

@@ -10,8 +10,8 @@ import sys
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
 
-from trainer.system.dependencies import require_dependencies
-from trainer.system.signals import (
+from trainer.base.system.dependencies import require_dependencies
+from trainer.base.system.signals import (
     ENDING_SIGNALS,
     LAUNCHER_PID,
     SAME_REQUEST_S,
@@ -19,7 +19,7 @@ from trainer.system.signals import (
     end_before_training,
     end_before_training_line,
 )
-from trainer.system.streams import flush_standard_streams, open_standard_streams, print_error, require_stdout
+from trainer.base.system.streams import flush_standard_streams, open_standard_streams, print_error, require_stdout
 
 if __name__ == "__main__":  # before the other imports, during which signals arrive too
     open_standard_streams()
@@ -39,7 +39,7 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-from trainer.config.command_line import (
+from trainer.base.config.command_line import (
     config_from_command_line,
     die,
     environment_int,
@@ -47,9 +47,9 @@ from trainer.config.command_line import (
     refuse_separate_tasks,
     run_to_end,
 )
-from trainer.config.hub import COMMIT
-from trainer.system.children import end_children
-from trainer.system.process import cores
+from trainer.base.config.hub import COMMIT
+from trainer.base.system.children import end_children
+from trainer.base.system.process import cores
 
 
 @dataclass(frozen=True)
@@ -177,9 +177,9 @@ def run_dry(listener: SignalListener) -> NoReturn:
     os.environ.setdefault("MASTER_ADDR", "localhost")  # a dry run waits for no other node
     options = TorchrunOptions.from_environment()
     refuse_separate_tasks(options.max_nodes)
-    from trainer.dry_run import dry_run
     from trainer.run.resolve import resolve
     from trainer.runtime import device
+    from trainer.tools.dry_run import dry_run
 
     listener.react = partial(end_before_training, clean_up=end_children)
     try:

@@ -6,12 +6,15 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import islice
 
+from trainer.base.config import Config
+from trainer.base.system import console
+from trainer.base.system.paths import BEST
+from trainer.base.system.units import duration
 from trainer.batch import Batch
 from trainer.checkpoint.commit import SaveFailed
-from trainer.checkpoint.export import export_run
+from trainer.checkpoint.formats.export import export_run
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.resume import find_resume_point
-from trainer.config import Config
 from trainer.engine import Engine, StepResult
 from trainer.evaluate import Evaluator, evaluation_line
 from trainer.inference.samples import SampleGenerator
@@ -27,9 +30,6 @@ from trainer.run.run_folder import already_finished
 from trainer.run.training_data import TrainingData
 from trainer.runtime import device as devices
 from trainer.state import TrainState
-from trainer.system import console
-from trainer.system.paths import BEST
-from trainer.system.units import duration
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from trainer.system.process import exit_on_interrupt
+from trainer.base.system.process import exit_on_interrupt
 
 if __name__ == "__main__":
     exit_on_interrupt()
@@ -37,10 +37,8 @@ from torch.distributed.tensor import DTensor, Shard
 from scripts.dev.contenders import CONTENDERS
 from scripts.dev.expert_layer import print_experts
 from scripts.dev.peers import MODELS, TOLERANCES, print_peers, print_start
-from trainer.checkpoint.async_save import WRITERS
-from trainer.checkpoint.commit import SaveRequest
-from trainer.config import DataConfig, TokenizerConfig
-from trainer.config.command_line import (
+from trainer.base.config import DataConfig, TokenizerConfig
+from trainer.base.config.command_line import (
     Arguments,
     existing_folder,
     file_to_write,
@@ -48,6 +46,10 @@ from trainer.config.command_line import (
     positive_int,
     run_to_end,
 )
+from trainer.base.system.process import cores, memory_available
+from trainer.base.system.units import GIB
+from trainer.checkpoint.async_save import WRITERS
+from trainer.checkpoint.commit import SaveRequest
 from trainer.data.sampling.loader import BatchPartition, SampleOrder, training_batches
 from trainer.data.sampling.phases import parse_mixture
 from trainer.data.sampling.samples import ConcatSamples
@@ -56,10 +58,8 @@ from trainer.data.store.store import open_store, read_description
 from trainer.data.tokenizer.backends import DEFAULT_FILE, load_tokenizer
 from trainer.data.tokenizer.byte_pair import LLAMA3_PATTERN
 from trainer.data.tokenizer.protocol import Tokenizer
-from trainer.system.process import cores, memory_available
-from trainer.system.units import GIB
-from trainer.testing.layouts import Table
-from trainer.testing.ranks import LocalRanks
+from trainer.tools.testing.layouts import Table
+from trainer.tools.testing.ranks import LocalRanks
 
 LOADED_TOKENS = 2**25
 """Number of tokens to load in each repeat."""

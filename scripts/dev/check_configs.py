@@ -18,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from trainer.system.process import exit_on_interrupt
+from trainer.base.system.process import exit_on_interrupt
 
 if __name__ == "__main__":
     exit_on_interrupt()
@@ -26,7 +26,7 @@ if __name__ == "__main__":
 import transformers
 
 from tests.models.random_configs import FAMILIES, configurations, outcome
-from trainer.config.command_line import Arguments, positive_int, run_to_end
+from trainer.base.config.command_line import Arguments, positive_int, run_to_end
 
 
 def count(family: str, number: int) -> bool:

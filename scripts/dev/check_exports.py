@@ -24,8 +24,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from trainer.system.process import exit_on_interrupt
-from trainer.testing.random_parameters import randomize
+from trainer.base.system.process import exit_on_interrupt
+from trainer.tools.testing.random_parameters import randomize
 
 if __name__ == "__main__":
     exit_on_interrupt()
@@ -39,12 +39,12 @@ from models import MODELS
 from models.decoder import Decoder
 from models.spec import saved_weights
 from scripts.train_tokenizer import train
-from trainer.checkpoint.export import HfExport
+from trainer.base.config import TokenizerConfig
+from trainer.base.config.command_line import Arguments, die, positive_int, run_to_end
+from trainer.base.config.load import load_config
+from trainer.checkpoint.formats.export import HfExport
+from trainer.checkpoint.formats.write_model import write_model
 from trainer.checkpoint.storage import TensorWrite
-from trainer.checkpoint.write_model import write_model
-from trainer.config import TokenizerConfig
-from trainer.config.command_line import Arguments, die, positive_int, run_to_end
-from trainer.config.load import load_config
 from trainer.data.tokenizer.backends import NUM_SPECIAL, load_tokenizer
 from trainer.data.tokenizer.byte_pair import PATTERNS
 from trainer.run.resolve import resolve
@@ -206,7 +206,7 @@ def compare(python: str, families: list[str], num_strings: int, folder: Path) ->
     request, reply = folder / "request.json", folder / "reply.json"
     content = {"strings": texts, "tokens": tokens.tolist(), "tokenizers": [*exports], "models": [*logits]}
     request.write_text(json.dumps(content))
-    script = ROOT / "trainer" / "testing" / "transformers_reader.py"
+    script = ROOT / "trainer" / "tools" / "testing" / "transformers_reader.py"
     done = subprocess.run([python, str(script), str(request), str(reply)], stderr=subprocess.PIPE, text=True)
     if done.returncode:
         die(f"--python {python}: {done.stderr.strip().splitlines()[-1]}")

@@ -18,16 +18,16 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from trainer.system.process import exit_on_interrupt
+from trainer.base.system.process import exit_on_interrupt
 
 if __name__ == "__main__":
     exit_on_interrupt()
 
-from trainer.config import Config, ConfigError
-from trainer.config.command_line import Arguments, add_layout_option, run_to_end
-from trainer.planning.simulate import Simulation, simulate
-from trainer.testing.allocations import measure, silence_profiler
-from trainer.testing.layouts import (
+from trainer.base.config import Config, ConfigError
+from trainer.base.config.command_line import Arguments, add_layout_option, run_to_end
+from trainer.tools.planner.simulate import Simulation, simulate
+from trainer.tools.testing.allocations import measure, silence_profiler
+from trainer.tools.testing.layouts import (
     LLAMA_100M,
     MIXTRAL_50M,
     Layout,
@@ -38,7 +38,7 @@ from trainer.testing.layouts import (
     settings_of,
     with_default_model,
 )
-from trainer.testing.ranks import LocalRanks
+from trainer.tools.testing.ranks import LocalRanks
 
 MATRIX = [
     "dp_shard=1",

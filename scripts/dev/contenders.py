@@ -24,16 +24,16 @@ from models.llama import LlamaSizes
 from scripts.dev import plain_loop
 from scripts.dev.kernels import KernelRecorder
 from scripts.dev.plain_loop import BETAS, EPS, LR, MAX_NORM, WEIGHT_DECAY, adamw, cross_entropy
+from trainer.base.config.load import load_config
+from trainer.base.config.packages import require_package
+from trainer.base.config.schema.run import DeviceChoice
 from trainer.batch import Batch
 from trainer.build import build_trainer
-from trainer.config.load import load_config
-from trainer.config.packages import require_package
-from trainer.config.schema.run import DeviceChoice
 from trainer.parallel.init_weights import allocate, initialize
 from trainer.run.resolve import resolve
 from trainer.run.training_data import TrainingData
 from trainer.runtime import device as devices
-from trainer.testing.layouts import flags
+from trainer.tools.testing.layouts import flags
 
 _NEVER = 10**9
 

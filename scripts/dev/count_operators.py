@@ -20,7 +20,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from trainer.system.process import exit_on_interrupt
+from trainer.base.system.process import exit_on_interrupt
 
 if __name__ == "__main__":
     exit_on_interrupt()
@@ -33,15 +33,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from models import MODELS
 from models.context import Context
-from trainer.config import ActivationCheckpointConfig
-from trainer.config.command_line import Arguments, run_to_end
+from trainer.base.config import ActivationCheckpointConfig
+from trainer.base.config.command_line import Arguments, run_to_end
 from trainer.objective.cross_entropy import _compiled_losses_and_gradient, _losses_and_gradient
 from trainer.parallel.activation_checkpoint import SAVEABLE_OPS, block_forward, recompute_policy
 from trainer.parallel.feed_forward import apply_gated_products
 from trainer.parallel.rotation import apply_complex_rotation
-from trainer.planning.patches import fused_norms
-from trainer.planning.recorder import Recorder
-from trainer.testing.layouts import Table
+from trainer.tools.planner.patches import fused_norms
+from trainer.tools.planner.recorder import Recorder
+from trainer.tools.testing.layouts import Table
 
 MODES = ("none", "selective", "full")
 _LOSS_DIM = 16

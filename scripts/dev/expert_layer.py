@@ -12,7 +12,7 @@ from models import MODELS
 from models.grouped import grouped_product
 from models.moe import Experts, MixtureOfExperts
 from trainer.runtime.device import DTYPES
-from trainer.testing.layouts import Table
+from trainer.tools.testing.layouts import Table
 
 
 class LoopOverExperts(Experts):

@@ -17,17 +17,17 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from trainer.system.process import exit_on_interrupt
+from trainer.base.system.process import exit_on_interrupt
 
 if __name__ == "__main__":
     exit_on_interrupt()
 
-from trainer.config.command_line import Arguments, run_to_end
-from trainer.system.environment import environment
-from trainer.system.files import read_json_lines
-from trainer.testing.layouts import DEBUG_FAMILIES, Layout
-from trainer.testing.parity import Row, Runs
-from trainer.testing.ranks import RankError
+from trainer.base.config.command_line import Arguments, run_to_end
+from trainer.base.system.environment import environment
+from trainer.base.system.files import read_json_lines
+from trainer.tools.testing.layouts import DEBUG_FAMILIES, Layout
+from trainer.tools.testing.parity import Row, Runs
+from trainer.tools.testing.ranks import RankError
 
 LAYOUTS = [
     "dp_shard=2",

@@ -1,4 +1,4 @@
-"""Generate docs/configuration.md from trainer/config/schema/, and docs/coming_from.md from trainer/config/foreign.py."""
+"""Generate docs/configuration.md from the schema of settings, and docs/coming_from.md from foreign names."""
 
 import sys
 from pathlib import Path
@@ -6,12 +6,12 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from trainer.system.process import exit_on_interrupt
+from trainer.base.system.process import exit_on_interrupt
 
 if __name__ == "__main__":
     exit_on_interrupt()
 
-from trainer.config.render import foreign_as_markdown, settings_as_markdown
+from trainer.base.config.render import foreign_as_markdown, settings_as_markdown
 
 INTRODUCTION = """# Configuration
 

@@ -30,7 +30,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from trainer.system.process import exit_on_interrupt
+from trainer.base.system.process import exit_on_interrupt
 
 if __name__ == "__main__":
     exit_on_interrupt()
@@ -39,20 +39,20 @@ import torch
 from torch import Tensor
 
 from models.spec import meta_model, saved_weights
-from trainer.checkpoint.model_metadata import ModelMetadata
+from trainer.base.config import ConfigError
+from trainer.base.config.command_line import Arguments, run_to_end
+from trainer.base.config.load import load_config
+from trainer.base.system.checkpoint_folder import MODEL_FILE
+from trainer.base.system.environment import environment
+from trainer.base.system.files import read_json_lines
+from trainer.base.system.process import cores
+from trainer.base.system.units import GIB
+from trainer.checkpoint.formats.model_metadata import ModelMetadata
+from trainer.checkpoint.formats.write_model import write_model
 from trainer.checkpoint.storage import TensorWrite
-from trainer.checkpoint.write_model import write_model
-from trainer.config import ConfigError
-from trainer.config.command_line import Arguments, run_to_end
-from trainer.config.load import load_config
 from trainer.run.resolve import resolve
-from trainer.system.checkpoint_folder import MODEL_FILE
-from trainer.system.environment import environment
-from trainer.system.files import read_json_lines
-from trainer.system.process import cores
-from trainer.system.units import GIB
-from trainer.testing.layouts import DEBUG_FAMILIES, flags
-from trainer.testing.techniques import BASELINE, TECHNIQUES
+from trainer.tools.testing.layouts import DEBUG_FAMILIES, flags
+from trainer.tools.testing.techniques import BASELINE, TECHNIQUES
 
 PART_SECONDS = 480
 CONCURRENT = {"parity": 8, "plan": 8}

@@ -14,23 +14,23 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from trainer.system.process import exit_on_interrupt
+from trainer.base.system.process import exit_on_interrupt
 
 if __name__ == "__main__":
     exit_on_interrupt()
 
-from trainer.config import Config, ConfigError
-from trainer.config.command_line import Arguments, number, run_to_end
-from trainer.config.load import load_config
-from trainer.planning.estimate import Hardware, estimate
-from trainer.planning.limits import MAX_RANKS
+from trainer.base.config import Config, ConfigError
+from trainer.base.config.command_line import Arguments, number, run_to_end
+from trainer.base.config.load import load_config
+from trainer.base.system.units import GIB
 from trainer.runtime import device as devices
 from trainer.runtime.accelerators import ACCELERATORS, SHORT_NAMES, short_name
-from trainer.system.units import GIB
-from trainer.testing.allocations import build_step, measure, silence_profiler
-from trainer.testing.layouts import Table, flags, settings_of, with_default_model
-from trainer.testing.ranks import LocalRanks
-from trainer.testing.techniques import BASELINE, TECHNIQUES
+from trainer.tools.planner.estimate import Hardware, estimate
+from trainer.tools.planner.limits import MAX_RANKS
+from trainer.tools.testing.allocations import build_step, measure, silence_profiler
+from trainer.tools.testing.layouts import Table, flags, settings_of, with_default_model
+from trainer.tools.testing.ranks import LocalRanks
+from trainer.tools.testing.techniques import BASELINE, TECHNIQUES
 
 STEPS = 3
 

@@ -21,14 +21,14 @@ import numpy as np
 from models import MODELS as FAMILIES
 from models.llama import LlamaSizes
 from scripts.dev.contenders import CONTENDERS, Task, serve
-from trainer.config import ConfigError
-from trainer.config.packages import require_package
-from trainer.config.schema.run import DeviceChoice
+from trainer.base.config import ConfigError
+from trainer.base.config.packages import require_package
+from trainer.base.config.schema.run import DeviceChoice
+from trainer.base.system.children import children_ignore_signals
+from trainer.base.system.environment import environment
+from trainer.base.system.files import atomic_write
 from trainer.runtime.device import require_enough_gpus
-from trainer.system.children import children_ignore_signals
-from trainer.system.environment import environment
-from trainer.system.files import atomic_write
-from trainer.testing.layouts import Table
+from trainer.tools.testing.layouts import Table
 
 ROOT = Path(__file__).parents[2]
 _PLAIN_LOOP = "from scripts.dev.plain_loop import main; main()"

@@ -18,20 +18,20 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from trainer.system.process import exit_on_interrupt
+from trainer.base.system.process import exit_on_interrupt
 
 if __name__ == "__main__":
     exit_on_interrupt()
 
-from trainer.config import ConfigError
-from trainer.config.command_line import Arguments, run_to_end
-from trainer.config.load import load_config
-from trainer.planning.estimate import Hardware, RunEstimate, estimate
-from trainer.planning.limits import GPU_RESERVE_BYTES
-from trainer.planning.report import time_text, unknown_length
+from trainer.base.config import ConfigError
+from trainer.base.config.command_line import Arguments, run_to_end
+from trainer.base.config.load import load_config
+from trainer.base.system.files import atomic_write
+from trainer.base.system.units import GIB
 from trainer.runtime.accelerators import ACCELERATORS, SHORT_NAMES, short_name
-from trainer.system.files import atomic_write
-from trainer.system.units import GIB
+from trainer.tools.planner.estimate import Hardware, RunEstimate, estimate
+from trainer.tools.planner.limits import GPU_RESERVE_BYTES
+from trainer.tools.planner.report import time_text, unknown_length
 
 CONFIGS = ROOT / "train_configs"
 PAGE = CONFIGS / "recipes" / "README.md"

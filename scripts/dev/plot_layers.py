@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from trainer.system.process import exit_on_interrupt
+from trainer.base.system.process import exit_on_interrupt
 
 if __name__ == "__main__":
     exit_on_interrupt()
@@ -22,12 +22,13 @@ NOTES = {
     "train": "start a run",
     "scripts": "commands",
     "trainer.launch": "torchrun",
-    "trainer.testing": "ranks for tests",
+    "trainer.tools.testing": "ranks for tests",
     "trainer.build": "constructs a run",
-    "trainer.dry_run": "what a run would do",
-    "trainer.reporting": "page about runs",
+    "trainer.tools.dry_run": "what a run would do",
+    "trainer.tools.report": "page about runs",
     "trainer.trainer": "the loop",
-    "trainer.planning": "estimates",
+    "trainer.tools.planner": "estimates",
+    "trainer.tools.trial": "data of a dry run",
     "trainer.initial_model": "first weights",
     "trainer.engine": "one optimizer step",
     "trainer.run": "metrics, run folder",
@@ -41,13 +42,15 @@ NOTES = {
     "trainer.adapters": "LoRA",
     "trainer.runtime": "devices, groups",
     "trainer.data": "tokens, samples",
-    "trainer.config": "settings",
-    "trainer.system": "files, processes",
+    "trainer.base.config": "settings",
+    "trainer.base.system": "files, processes",
     "models": "the networks",
     "trainer.batch": "Batch",
     "trainer.state": "TrainState",
 }
 """Content of each entry of LAYERS."""
+HUES = {"trainer.base": 150, "trainer.tools": 280, "trainer.": 210}
+"""Colours of the wings."""
 LEFT, WIDTH, HEIGHT, GAP = 56, 744, 46, 8
 """Of the rows of boxes, in pixels."""
 
@@ -64,7 +67,7 @@ def row(index: int, layer: Sequence[str], top: int) -> list[str]:
     elements = [f'<text x="30" y="{top + 28}" fill="#333" font-weight="bold">{index}</text>']
     for i, module in enumerate(layer):
         x, middle = LEFT + i * (width + GAP), LEFT + i * (width + GAP) + width / 2
-        hue = 210 if module.startswith("trainer.") else 40
+        hue = next((hue for wing, hue in HUES.items() if module.startswith(wing)), 40)
         elements += [
             f'<rect x="{x:.0f}" y="{top}" width="{width:.0f}" height="{HEIGHT}" rx="5" fill="hsl({hue},55%,88%)" stroke="#456"/>',
             f'<text x="{middle:.0f}" y="{top + 20}" text-anchor="middle" fill="#123">{path(module)}</text>',

@@ -17,17 +17,17 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 
-from trainer.system.process import exit_on_interrupt
+from trainer.base.system.process import exit_on_interrupt
 
 if __name__ == "__main__":
     exit_on_interrupt()
 
-from trainer.config import Config, ConfigError
-from trainer.config.command_line import Arguments, add_layout_option, positive_int, run_to_end
-from trainer.planning.report import canvas, save
-from trainer.testing.bugs import BUGS
-from trainer.testing.layouts import Layout, num_ranks
-from trainer.testing.parity import LIMITS, Row, Runs, control_row
+from trainer.base.config import Config, ConfigError
+from trainer.base.config.command_line import Arguments, add_layout_option, positive_int, run_to_end
+from trainer.tools.planner.report import canvas, save
+from trainer.tools.testing.bugs import BUGS
+from trainer.tools.testing.layouts import Layout, num_ranks
+from trainer.tools.testing.parity import LIMITS, Row, Runs, control_row
 
 LAYOUTS = ["dp_shard=2", "dp_shard=2 tp=2", "cp=2 tp=2", "dp_shard=2 tp=2 pp=2"]
 BUG = "gradients averaged instead of summed"

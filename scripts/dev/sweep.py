@@ -20,19 +20,19 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from trainer.system.process import exit_on_interrupt
+from trainer.base.system.process import exit_on_interrupt
 
 if __name__ == "__main__":
     exit_on_interrupt()
 
-from trainer.config import ConfigError
-from trainer.config.command_line import Arguments, config_from_command_line, file_to_write, run_to_end
-from trainer.config.render import require_same_settings
-from trainer.planning.report import canvas, save
-from trainer.reporting.records import Curve, read_records
+from trainer.base.config import ConfigError
+from trainer.base.config.command_line import Arguments, config_from_command_line, file_to_write, run_to_end
+from trainer.base.config.render import require_same_settings
+from trainer.base.system.process import die_with_parent
 from trainer.run.sinks.sink import METRICS_FILE
-from trainer.system.process import die_with_parent
-from trainer.testing.layouts import Table, flags, settings_of
+from trainer.tools.planner.report import canvas, save
+from trainer.tools.report.records import Curve, read_records
+from trainer.tools.testing.layouts import Table, flags, settings_of
 
 
 @dataclass(frozen=True)

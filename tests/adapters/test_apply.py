@@ -7,7 +7,7 @@ from torch import nn
 from models.context import Context
 from trainer.adapters.apply import AdapterDropout, apply_lora
 from trainer.adapters.select import LORA_A, LORA_B, TrainedParameters, adapter_shapes, init_adapter
-from trainer.config import ActivationCheckpointConfig, LoraConfig
+from trainer.base.config import ActivationCheckpointConfig, LoraConfig
 from trainer.parallel.activation_checkpoint import block_forward, recompute_policy
 from trainer.parallel.parallelize import configure_compiler
 

@@ -8,7 +8,7 @@ from models.context import Context
 from models.spec import multiply_adds
 from trainer.adapters.apply import apply_lora
 from trainer.adapters.select import matrices_of, select_parameters, weight_of
-from trainer.config import ConfigError, LoraConfig
+from trainer.base.config import ConfigError, LoraConfig
 from trainer.parallel.init_weights import initialize
 
 TOKENS = torch.arange(2, 26).view(1, 24)

@@ -13,7 +13,7 @@ from trainer.checkpoint import commit, storage
 from trainer.checkpoint.async_save import WRITERS, WriterDied
 from trainer.checkpoint.commit import SaveRequest
 from trainer.checkpoint.storage import read_index
-from trainer.testing.ranks import RankError
+from trainer.tools.testing.ranks import RankError
 
 MODES = ["off", "thread", "process"]
 FILES = {"train_state.json": b'{"step": 1, "cursor": 0, "fingerprint": {}}'}

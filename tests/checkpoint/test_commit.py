@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from trainer.checkpoint import commit, manifest, resume, storage
 from trainer.checkpoint.commit import SaveFailed, SaveRequest
-from trainer.testing.ranks import RankError
+from trainer.tools.testing.ranks import RankError
 
 STATE = {"step": 0, "cursor": 0, "tokens_seen": 0, "world_size": 1, "fingerprint": {"seed": 0}}
 STATE |= {"skipped_samples": [[3, 5]], "rollbacks": 0, "rng": [], "mixture": [], "best": []}

@@ -3,10 +3,10 @@
 import pytest
 
 from tests.training_runs import train
+from trainer.base.system import console
+from trainer.base.system.checkpoint_folder import latest_per_step, step_of
 from trainer.checkpoint import commit
 from trainer.checkpoint.commit import SaveFailed
-from trainer.system import console
-from trainer.system.checkpoint_folder import latest_per_step, step_of
 
 
 def run_with_failing_saves(argv, failing_steps):

@@ -6,11 +6,11 @@ import shutil
 import pytest
 
 from tests.checkpoint.test_commit import STATE, damage, names, save
+from trainer.base.config import ConfigError
 from trainer.checkpoint import resume
-from trainer.config import ConfigError
 from trainer.runtime.distributed import run_on_rank_0
 from trainer.state import TrainState
-from trainer.testing.ranks import RankError
+from trainer.tools.testing.ranks import RankError
 
 # ------------------------------------------------------------ finding
 

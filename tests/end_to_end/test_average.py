@@ -25,9 +25,9 @@ from tests.training_runs import (
     trainer_from,
 )
 from trainer.adapters.select import LORA_A
-from trainer.checkpoint.adapter import AdapterCheckpoint
-from trainer.checkpoint.export import is_export_of
-from trainer.checkpoint.peft import PeftNames
+from trainer.checkpoint.formats.adapter import AdapterCheckpoint
+from trainer.checkpoint.formats.export import is_export_of
+from trainer.checkpoint.formats.peft import PeftNames
 from trainer.checkpoint.storage import read_index
 from trainer.inference import load_model
 from trainer.inference.generate import Sampling, TextGenerator

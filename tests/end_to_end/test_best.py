@@ -9,13 +9,13 @@ import torch
 
 from tests.commands import run_script
 from tests.training_runs import checkpoint_of, error_line, in_folder, records, train
-from trainer.checkpoint.export import is_export_of
-from trainer.config import ConfigError
-from trainer.config.load import load_config
-from trainer.config.model_source import best_step, list_checkpoints, resolve_checkpoint
+from trainer.base.config import ConfigError
+from trainer.base.config.load import load_config
+from trainer.base.config.model_source import best_step, list_checkpoints, resolve_checkpoint
+from trainer.base.system.checkpoint_folder import step_of
+from trainer.base.system.paths import split_best
+from trainer.checkpoint.formats.export import is_export_of
 from trainer.inference import load_model
-from trainer.system.checkpoint_folder import step_of
-from trainer.system.paths import split_best
 
 WORSENS = ["--training.steps", "8", "--optimizer.lr", "1.0", "--lr_schedule.warmup_steps", "8"]
 """The learning rate rises until it degrades the model."""

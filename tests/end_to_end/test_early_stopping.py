@@ -7,16 +7,16 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from tests.test_dry_run import dry
+from tests.tools.test_dry_run import dry
 from tests.training_runs import checkpoint_of, combine, in_folder, largest_deviation, records, trainer_from
-from trainer.config import EvaluationConfig
-from trainer.config.model_source import best_step
-from trainer.reporting.figures import figures_of
-from trainer.reporting.run import read_run
+from trainer.base.config import EvaluationConfig
+from trainer.base.config.model_source import best_step
+from trainer.base.system import console
+from trainer.base.system.checkpoint_folder import step_of
 from trainer.resilience.early_stopping import EarlyStopping
 from trainer.state import TrainState
-from trainer.system import console
-from trainer.system.checkpoint_folder import step_of
+from trainer.tools.report.figures import figures_of
+from trainer.tools.report.run import read_run
 
 SETTINGS = {
     "training.epochs": "0.15",  # of 743 samples: 14 steps

@@ -7,7 +7,7 @@ import torch
 
 from tests.fake_gpu import run_step
 from trainer import engine
-from trainer.testing.ranks import RankError
+from trainer.tools.testing.ranks import RankError
 
 pytestmark = pytest.mark.skipif(
     torch.__version__ < (2, 13), reason="fake tensors of torch 2.11 have no addmm with another dtype of its result"

@@ -29,20 +29,20 @@ from tests.training_runs import (
     trainer_from,
 )
 from trainer.adapters.select import LORA_A
+from trainer.base.config import CheckpointConfig, ConfigError
+from trainer.base.config.command_line import run_to_end
+from trainer.base.config.load import load_config
 from trainer.batch import IGNORE_INDEX
-from trainer.checkpoint.adapter import open_weights
-from trainer.checkpoint.export import HfExport, export_run, is_export_of
-from trainer.checkpoint.peft import PeftNames, write_peft
+from trainer.checkpoint.formats.adapter import open_weights
+from trainer.checkpoint.formats.export import HfExport, export_run, is_export_of
+from trainer.checkpoint.formats.peft import PeftNames, write_peft
+from trainer.checkpoint.formats.weights import WeightSource
 from trainer.checkpoint.storage import read_index
-from trainer.checkpoint.weights import WeightSource
-from trainer.config import CheckpointConfig, ConfigError
-from trainer.config.command_line import run_to_end
-from trainer.config.load import load_config
-from trainer.planning.simulate import simulate
 from trainer.run.resolve import resolve
-from trainer.testing.layouts import Layout, flags, num_ranks
-from trainer.testing.parity import LIMITS, deviations, within
-from trainer.testing.ranks import RankError
+from trainer.tools.planner.simulate import simulate
+from trainer.tools.testing.layouts import Layout, flags, num_ranks
+from trainer.tools.testing.parity import LIMITS, deviations, within
+from trainer.tools.testing.ranks import RankError
 
 GIB = 2**30
 FAMILIES = {

@@ -25,18 +25,18 @@ from tests.training_runs import (
     records,
     trainer_from,
 )
+from trainer.base.config import CheckpointConfig, PreferenceConfig
+from trainer.base.config.load import load_config
 from trainer.batch import IGNORE_INDEX
-from trainer.checkpoint.export import HfExport, export_run
-from trainer.config import CheckpointConfig, PreferenceConfig
-from trainer.config.load import load_config
+from trainer.checkpoint.formats.export import HfExport, export_run
 from trainer.data.store.store import read_description
 from trainer.data.tokenizer.backends import load_tokenizer
 from trainer.objective import reference
 from trainer.objective.preference import Preference
 from trainer.parallel.step import Step
 from trainer.run.resolve import resolve
-from trainer.testing.layouts import Layout, flags, num_ranks
-from trainer.testing.parity import LIMITS, deviations, within
+from trainer.tools.testing.layouts import Layout, flags, num_ranks
+from trainer.tools.testing.parity import LIMITS, deviations, within
 
 WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
 LOSSES = ["dpo", "ipo", "simpo", "orpo"]

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from tests.training_runs import checkpoint_of, combine, error_line, in_folder, train, trainer_from
-from trainer.checkpoint.export import HfExport
-from trainer.system.console import LOGGER
-from trainer.system.files import digest_of, short_digest
+from trainer.base.system.console import LOGGER
+from trainer.base.system.files import digest_of, short_digest
+from trainer.checkpoint.formats.export import HfExport
 
 CHAT = ["--data.dataset", "chat", "--data.path", "", "--data.packing", "best-fit", "--data.long_documents", "drop"]
 

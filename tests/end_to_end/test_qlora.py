@@ -18,16 +18,16 @@ from scripts import convert_hf
 from tests.end_to_end.test_lora import STEADY, train
 from tests.training_runs import checkpoint_of, combine, error_line, in_folder, measured, records, trainer_from
 from trainer.adapters import nf4
-from trainer.checkpoint.adapter import open_weights
+from trainer.base.config import ConfigError
+from trainer.base.config.command_line import run_to_end
+from trainer.base.config.load import load_config
+from trainer.checkpoint.formats.adapter import open_weights
 from trainer.checkpoint.storage import read_index
-from trainer.config import ConfigError
-from trainer.config.command_line import run_to_end
-from trainer.config.load import load_config
-from trainer.planning.simulate import simulate
 from trainer.run.resolve import resolve
 from trainer.runtime.dtensor import to_local
-from trainer.testing.layouts import Layout, flags, num_ranks
-from trainer.testing.parity import LIMITS, deviations, within
+from trainer.tools.planner.simulate import simulate
+from trainer.tools.testing.layouts import Layout, flags, num_ranks
+from trainer.tools.testing.parity import LIMITS, deviations, within
 
 WIDE = ["--model.overrides.dim", "128", "--model.overrides.hidden_dim", "256", "--model.overrides.n_layers", "4"]
 HEADS = ["--model.overrides.head_dim", "32"]  # of 4 heads

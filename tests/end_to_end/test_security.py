@@ -20,12 +20,12 @@ from tests.conftest import ROOT
 from tests.end_to_end.test_commands import free_port
 from tests.test_layering import SOURCES, name_of
 from tests.training_runs import train
+from trainer.base.config import CheckpointConfig, ConfigError
 from trainer.checkpoint import manifest, resume
-from trainer.checkpoint.export import export_run
+from trainer.checkpoint.formats.export import export_run
 from trainer.checkpoint.manifest import CorruptError, File, Manifest
 from trainer.checkpoint.storage import Chunk, TensorMetadata, read_index, read_regions
-from trainer.config import CheckpointConfig, ConfigError
-from trainer.testing.ranks import RankError
+from trainer.tools.testing.ranks import RankError
 
 LISTENING = "0A"
 """State of a socket in /proc/net/tcp."""

@@ -22,16 +22,16 @@ from tests.training_runs import (
     train,
     trainer_from,
 )
+from trainer.base.config.load import load_config
+from trainer.base.config.render import to_toml
 from trainer.build import build_trainer
 from trainer.checkpoint.storage import read_index
-from trainer.config.load import load_config
-from trainer.config.render import to_toml
 from trainer.data.tokenizer.backends import DEFAULT_FILE
 from trainer.run.resolve import resolve
-from trainer.testing import parity
-from trainer.testing.layouts import EXPERT_MATRIX, PARITY_MATRIX, Layout, batch_settings, flags, num_ranks
-from trainer.testing.parity import LIMITS, ROUTING_LIMITS, Trained, deviations, within
-from trainer.testing.ranks import RankError
+from trainer.tools.testing import parity
+from trainer.tools.testing.layouts import EXPERT_MATRIX, PARITY_MATRIX, Layout, batch_settings, flags, num_ranks
+from trainer.tools.testing.parity import LIMITS, ROUTING_LIMITS, Trained, deviations, within
+from trainer.tools.testing.ranks import RankError
 
 
 @pytest.fixture(scope="module")

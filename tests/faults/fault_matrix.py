@@ -17,17 +17,17 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from trainer.system.process import exit_on_interrupt
+from trainer.base.system.process import exit_on_interrupt
 
 if __name__ == "__main__":
     exit_on_interrupt()
 
 from tests.faults.cases import CASES
 from tests.faults.harness import Failed, FaultHarness, SeededRandom
-from trainer.config import ConfigError
-from trainer.config.command_line import Arguments, existing_folder, non_negative_int, positive_int, run_to_end
-from trainer.system.files import parse_json_object
-from trainer.testing.layouts import Layout, flags
+from trainer.base.config import ConfigError
+from trainer.base.config.command_line import Arguments, existing_folder, non_negative_int, positive_int, run_to_end
+from trainer.base.system.files import parse_json_object
+from trainer.tools.testing.layouts import Layout, flags
 
 SOAK = 48
 """The case that takes an hour."""

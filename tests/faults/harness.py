@@ -17,11 +17,11 @@ from pathlib import Path
 import xxhash
 
 from tests.training_runs import read_tensor, train
+from trainer.base.system.checkpoint_folder import latest_per_step, step_of
+from trainer.base.system.files import read_json_lines
 from trainer.checkpoint import manifest
 from trainer.checkpoint.storage import read_index
-from trainer.system.checkpoint_folder import latest_per_step, step_of
-from trainer.system.files import read_json_lines
-from trainer.testing.ranks import LocalRanks
+from trainer.tools.testing.ranks import LocalRanks
 
 ROOT = Path(__file__).parent.parent.parent
 

@@ -20,7 +20,7 @@ from tests.faults.harness import (
     is_stopped,
     kill,
 )
-from trainer.system.checkpoint_folder import latest_per_step, step_of
+from trainer.base.system.checkpoint_folder import latest_per_step, step_of
 
 MODES = ("off", "thread", "process")
 

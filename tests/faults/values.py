@@ -7,10 +7,10 @@ from pathlib import Path
 
 from tests.faults.harness import STEPS, Failed, FaultHarness, SeededRandom, expect
 from tests.faults.processes import MODES, mode_flags
+from trainer.base.config import ConfigError, ParallelConfig
+from trainer.base.config.fields import settings
+from trainer.base.config.load import load_config
 from trainer.checkpoint.commit import latest_per_step
-from trainer.config import ConfigError, ParallelConfig
-from trainer.config.fields import settings
-from trainer.config.load import load_config
 from trainer.parallel.mesh import ParallelDims
 from trainer.run.resolve import resolve
 

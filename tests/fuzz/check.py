@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from hypothesis import event
 
-from trainer.config import ConfigError
-from trainer.system.streams import MAX_LINE, shorten
-from trainer.system.units import GIB
+from trainer.base.config import ConfigError
+from trainer.base.system.streams import MAX_LINE, shorten
+from trainer.base.system.units import GIB
 
 CPU_LIMIT_S = 10
 _WALL_LIMIT_S = 300

@@ -8,7 +8,7 @@ import pytest
 from tests.conftest import ROOT
 from tests.fuzz import check
 from tests.fuzz.strategies import SAMPLES
-from trainer.testing.layouts import flags
+from trainer.tools.testing.layouts import flags
 
 _SIZES = {"dim": 16, "n_layers": 1, "n_heads": 2, "n_kv_heads": 1, "hidden_dim": 16, "vocab_size": 4352}
 

@@ -6,7 +6,7 @@ import pytest
 
 from tests.fuzz import check
 from tests.fuzz.check import bad_refusal, limits, may_refuse
-from trainer.config import ConfigError
+from trainer.base.config import ConfigError
 
 
 @pytest.mark.parametrize(

@@ -16,14 +16,14 @@ from safetensors.torch import load_file
 
 from tests.fuzz.check import limits, may_refuse, refusal_of
 from tests.fuzz.strategies import Changed, Missing, Replaced, file_change
+from trainer.base.config.model_source import resolve_checkpoint
+from trainer.base.system.files import digest_of
 from trainer.checkpoint import manifest
 from trainer.checkpoint.commit import load
-from trainer.checkpoint.export import HfExport
+from trainer.checkpoint.formats.export import HfExport
 from trainer.checkpoint.manifest import CorruptError, File, Manifest
 from trainer.checkpoint.resume import find_resume_point
-from trainer.config.model_source import resolve_checkpoint
 from trainer.runtime.device import DTYPES
-from trainer.system.files import digest_of
 
 _TENSORS = "rank-00000.safetensors"
 _FILES = [

@@ -14,9 +14,9 @@ from tests.commands import parser_of, run_script
 from tests.conftest import ROOT
 from tests.fuzz.check import bad_refusal, limits, record
 from tests.fuzz.strategies import NUMBERS, TEXTS, sometimes
-from trainer.config.command_line import existing_folder, file_to_write, utf8
-from trainer.config.fields import settings
-from trainer.config.toml_text import toml_value
+from trainer.base.config.command_line import existing_folder, file_to_write, utf8
+from trainer.base.config.fields import settings
+from trainer.base.config.toml_text import toml_value
 
 _COMMANDS = sorted(f"scripts/{path.name}" for path in (ROOT / "scripts").glob("*.py"))
 _MAY_FAIL = ("scripts/checkpoint.py", "scripts/compare_runs.py", "scripts/coordinate_check.py", "scripts/parity.py")

@@ -21,7 +21,7 @@ from pyarrow import parquet
 
 from tests.fuzz.check import limits, may_refuse
 from tests.fuzz.strategies import SAMPLES, ByteChange, JsonChange, apply, byte_changes, json_changes, sometimes
-from trainer.config import DataConfig, TokenizerConfig
+from trainer.base.config import DataConfig, TokenizerConfig
 from trainer.data.prepare.prepare import prepare
 from trainer.data.store.store import SPLITS, check_content, open_store, read_description
 from trainer.data.tokenizer.backends import load_tokenizer

@@ -13,10 +13,10 @@ from safetensors.torch import load_file, save_file
 from models import MODELS
 from tests.fuzz.check import limits, may_refuse
 from tests.fuzz.strategies import Changed, Missing, Replaced, file_change, positions
-from trainer.checkpoint.huggingface import HfModelFolder
-from trainer.checkpoint.model_metadata import ModelMetadata, model_index
+from trainer.checkpoint.formats.huggingface import HfModelFolder
+from trainer.checkpoint.formats.model_metadata import ModelMetadata, model_index
+from trainer.checkpoint.formats.write_model import import_folder
 from trainer.checkpoint.storage import read_rows
-from trainer.checkpoint.write_model import import_folder
 
 _MODEL = {
     "architectures": ["LlamaForCausalLM"],

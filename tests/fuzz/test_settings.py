@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 from tests.fuzz.check import limits, may_refuse, refusal_of
 from tests.fuzz.strategies import NUMBERS, TEXTS, ByteChange, apply, byte_changes, sometimes
-from trainer.config import ConfigError
-from trainer.config.fields import Setting, settings
-from trainer.config.load import load_config
-from trainer.config.render import to_toml
-from trainer.config.required_files import FILE_SECTIONS
-from trainer.config.toml_text import toml_value
+from trainer.base.config import ConfigError
+from trainer.base.config.fields import Setting, settings
+from trainer.base.config.load import load_config
+from trainer.base.config.render import to_toml
+from trainer.base.config.required_files import FILE_SECTIONS
+from trainer.base.config.toml_text import toml_value
 from trainer.run.resolve import resolve
 
 _toml_texts = st.sampled_from(

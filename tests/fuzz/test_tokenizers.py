@@ -22,7 +22,7 @@ from tests.fuzz.strategies import (
     file_change,
     sometimes,
 )
-from trainer.config import TokenizerConfig
+from trainer.base.config import TokenizerConfig
 from trainer.data.tokenizer.backends import DEFAULT_FILE, load_tokenizer
 from trainer.data.tokenizer.protocol import Tokenizer
 

@@ -14,12 +14,12 @@ from tests.commands import run_script
 from tests.conftest import ROOT
 from tests.data.tokenizer.test_tekken import content
 from tests.training_runs import checkpoint_of, in_folder, train
-from trainer.checkpoint.export import export_run
-from trainer.config import CheckpointConfig, TokenizerConfig
+from trainer.base.config import CheckpointConfig, TokenizerConfig
+from trainer.checkpoint.formats.export import export_run
 from trainer.data.chat.template_files import BUILT_IN
 from trainer.data.tokenizer.backends import DEFAULT_FILE, load_tokenizer
 from trainer.inference.generate import Sampling, TextGenerator, TextStream, sample
-from trainer.testing.ranks import RankError
+from trainer.tools.testing.ranks import RankError
 
 CPU = torch.device("cpu")
 GREEDY = Sampling(temperature=0)

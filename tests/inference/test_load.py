@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from models.context import Context
 from tests.training_runs import checkpoint_of, combine, in_folder, train
-from trainer.checkpoint.export import HfExport
-from trainer.config import ConfigError
+from trainer.base.config import ConfigError
+from trainer.checkpoint.formats.export import HfExport
 from trainer.inference import load_model
 from trainer.inference.generate import TextGenerator
 

@@ -15,9 +15,9 @@ from tests.training_runs import (
     train,
     trainer_from,
 )
+from trainer.base.system.files import read_json_lines
 from trainer.inference.generate import Sampling, TextGenerator, TextStream
 from trainer.inference.samples import NON_FINITE
-from trainer.system.files import read_json_lines
 
 SAMPLES = ["--samples.prompts", '["the ", "of and ", "to be"]', "--samples.interval_steps", "1"]
 SAMPLES += ["--samples.max_new_tokens", "4"]

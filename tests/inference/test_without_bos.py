@@ -11,11 +11,11 @@ import torch
 from tests.data.tokenizer import folders
 from tests.data.tokenizer.folders import save, special
 from tests.training_runs import train
-from trainer.checkpoint.export import export_run
-from trainer.config import CheckpointConfig
+from trainer.base.config import CheckpointConfig
+from trainer.checkpoint.formats.export import export_run
 from trainer.data.store.store import SPLITS, open_store
 from trainer.inference.generate import Sampling, TextGenerator
-from trainer.testing.ranks import RankError
+from trainer.tools.testing.ranks import RankError
 
 CPU = torch.device("cpu")
 NAMES = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|other|>")

@@ -13,8 +13,8 @@ from models import MODELS
 from models.context import Context
 from models.decoder import Decoder
 from models.spec import ModelSpec, saved_weights
-from trainer.testing.random_parameters import randomize
-from trainer.testing.transformers_model import stored_tensors
+from trainer.tools.testing.random_parameters import randomize
+from trainer.tools.testing.transformers_model import stored_tensors
 
 SEQ = 33
 

@@ -7,11 +7,11 @@ from models import MODELS
 from models.gpt_oss import BiasedRouter
 from models.grouped import grouped_product
 from models.spec import is_bias, meta_model
-from trainer.config import OptimizerConfig
-from trainer.config.load import load_config
+from trainer.base.config import OptimizerConfig
+from trainer.base.config.load import load_config
 from trainer.optim.groups import resolve_groups
 from trainer.parallel.init_weights import allocate, initialize
-from trainer.testing.allocations import build_step
+from trainer.tools.testing.allocations import build_step
 
 SPEC = MODELS["gpt-oss"]
 SIZES = SPEC.sizes["debug"]

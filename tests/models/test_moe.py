@@ -11,7 +11,7 @@ from models.mixtral import MixtralSizes
 from models.moe import MixtureOfExperts, Router, is_stack
 from models.sizes import DEBUG
 from models.spec import meta_model
-from trainer.testing.random_parameters import randomize
+from trainer.tools.testing.random_parameters import randomize
 
 SIZES = MixtralSizes(**DEBUG | {"dim": 8, "hidden_dim": 12, "n_experts": 4, "experts_per_token": 2})
 

@@ -8,11 +8,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from trainer.base.system.units import GIB
 from trainer.batch import IGNORE_INDEX
 from trainer.objective import cross_entropy as loss_module
 from trainer.objective.cross_entropy import CrossEntropyHead
-from trainer.planning.recorder import Recorder
-from trainer.system.units import GIB
+from trainer.tools.planner.recorder import Recorder
 
 
 class Operators(TorchDispatchMode):

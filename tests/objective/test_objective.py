@@ -7,12 +7,12 @@ import torch
 import torch.distributed as dist
 
 from tests.training_runs import combine, in_folder
+from trainer.base.config.load import load_config
 from trainer.build import build_trainer
-from trainer.config.load import load_config
 from trainer.objective.cross_entropy import CrossEntropy
 from trainer.objective.objective import by_name, require_complete
 from trainer.run.resolve import resolve
-from trainer.testing.ranks import RankError
+from trainer.tools.testing.ranks import RankError
 
 
 class Accuracy(CrossEntropy):

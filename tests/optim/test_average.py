@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from trainer.config import OptimizerConfig
+from trainer.base.config import OptimizerConfig
 from trainer.optim.average import WeightAverage
 from trainer.optim.groups import resolve_groups
 from trainer.optim.optimizer import optimizer_class

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from trainer.config import ConfigError, OptimizerConfig
-from trainer.config.load import load_config
+from trainer.base.config import ConfigError, OptimizerConfig
+from trainer.base.config.load import load_config
 from trainer.optim.groups import resolve_groups
 from trainer.optim.optimizer import optimizer_class
 from trainer.run.resolve import resolve

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from trainer.config import LrScheduleConfig
+from trainer.base.config import LrScheduleConfig
 from trainer.optim.lr_schedule import lr_factor
 
 

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 
-from trainer.config import OptimizerConfig
+from trainer.base.config import OptimizerConfig
 from trainer.optim.exchange import Matrix, assign_owners, buckets
 from trainer.optim.groups import resolve_groups
 from trainer.optim.muon import COEFFICIENTS, orthogonalize

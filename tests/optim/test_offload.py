@@ -3,9 +3,9 @@
 import pytest
 
 from tests.training_runs import records, train
-from trainer.config import ConfigError
-from trainer.config.load import load_config
-from trainer.testing.ranks import RankError
+from trainer.base.config import ConfigError
+from trainer.base.config.load import load_config
+from trainer.tools.testing.ranks import RankError
 
 IN_BACKWARD = ("--training.max_norm", "none", "--resilience.max_consecutive_skips", "1")
 """Settings that an update in backward requires."""

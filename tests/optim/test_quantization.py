@@ -5,11 +5,11 @@ import torch
 
 from tests.optim.test_offload import argv
 from tests.training_runs import records, train
-from trainer.config import ConfigError
-from trainer.config.load import load_config
+from trainer.base.config import ConfigError
+from trainer.base.config.load import load_config
 from trainer.optim.quantization import BLOCK_SIZE, BlockQuantizer, _values, is_quantizable
-from trainer.planning.simulate import simulate
 from trainer.run.resolve import resolve
+from trainer.tools.planner.simulate import simulate
 
 CPU = torch.device("cpu")
 

@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from models.llama import LlamaSizes, llama
 from tests.parallel.tiny_models import CPU, inputs, reference
-from trainer.config import ActivationCheckpointConfig
-from trainer.config.fields import settings
+from trainer.base.config import ActivationCheckpointConfig
+from trainer.base.config.fields import settings
 from trainer.objective.cross_entropy import CrossEntropyHead
 from trainer.parallel.activation_checkpoint import SAVEABLE_OPS, block_forward, recompute_policy
 from trainer.parallel.feed_forward import apply_gated_products
@@ -21,7 +21,7 @@ from trainer.parallel.float8 import NO_FLOAT8, Float8, apply_float8
 from trainer.parallel.init_weights import allocate, initialize
 from trainer.parallel.quantized import quantize_weights
 from trainer.parallel.tensor import apply_tensor
-from trainer.planning.recorder import Recorder
+from trainer.tools.planner.recorder import Recorder
 
 SIZES = LlamaSizes(dim=64, n_layers=2, n_heads=8, n_kv_heads=4, hidden_dim=160, vocab_size=64)
 BATCH, SEQ = 2, 32

@@ -14,7 +14,7 @@ from tests.parallel.tiny_models import CPU, inputs, reference
 from trainer.adapters.apply import apply_lora
 from trainer.adapters.nf4 import quantized_weights
 from trainer.adapters.select import LORA_B, select_parameters, select_quantized
-from trainer.config import ActivationCheckpointConfig, LoraConfig, ParallelConfig
+from trainer.base.config import ActivationCheckpointConfig, LoraConfig, ParallelConfig
 from trainer.objective.cross_entropy import CrossEntropyHead
 from trainer.parallel.attention import CPU_BACKEND
 from trainer.parallel.init_weights import allocate, initialize

@@ -15,7 +15,7 @@ from models.spec import meta_model
 from tests.parallel.tiny_models import CPU, build_model, inputs, reference
 from trainer.adapters.apply import apply_lora
 from trainer.adapters.select import LORA_B, select_parameters
-from trainer.config import ActivationCheckpointConfig, ExpertsConfig, LoraConfig, ParallelConfig
+from trainer.base.config import ActivationCheckpointConfig, ExpertsConfig, LoraConfig, ParallelConfig
 from trainer.objective.cross_entropy import CrossEntropyHead
 from trainer.parallel.attention import CPU_BACKEND
 from trainer.parallel.balance import apply_balance

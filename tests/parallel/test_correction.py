@@ -8,9 +8,9 @@ from models import MODELS
 from models.moe import CorrectedRouter
 from models.spec import saved_buffers
 from tests.training_runs import checkpoint_of, combine, in_folder, read_tensor, train
+from trainer.base.config import ConfigError, ExpertsConfig
+from trainer.base.config.load import load_config
 from trainer.checkpoint.storage import read_index
-from trainer.config import ConfigError, ExpertsConfig
-from trainer.config.load import load_config
 from trainer.parallel.balance import Load
 from trainer.run.resolve import resolve
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tests.training_runs import largest_deviation, records, train
-from trainer.config import TokenizerConfig
+from trainer.base.config import TokenizerConfig
 from trainer.data.tokenizer.backends import load_tokenizer
 
 PAIRS = [(20, 12), (16, 16), (31, 1), (7, 25)] * 4

@@ -11,7 +11,7 @@ from models.mixtral import MixtralSizes, mixtral
 from models.moe import MixtureOfExperts
 from models.sizes import DEBUG
 from tests.training_runs import full, hash_of
-from trainer.config import ActivationCheckpointConfig, ConfigError, ExpertsConfig, ParallelConfig
+from trainer.base.config import ActivationCheckpointConfig, ConfigError, ExpertsConfig, ParallelConfig
 from trainer.parallel.attention import CPU_BACKEND
 from trainer.parallel.balance import Balance, Load, apply_balance
 from trainer.parallel.experts import AllToAllExchange

@@ -19,21 +19,21 @@ from models.spec import meta_model
 from tests.parallel.tiny_models import build_model, inputs
 from trainer.adapters.apply import apply_lora
 from trainer.adapters.select import select_parameters
-from trainer.config import (
+from trainer.base.config import (
     ActivationCheckpointConfig,
     ConfigError,
     LoraConfig,
     ParallelConfig,
     TrainingConfig,
 )
-from trainer.config.load import load_config
+from trainer.base.config.load import load_config
 from trainer.objective.cross_entropy import CrossEntropyHead
 from trainer.parallel import float8
 from trainer.parallel.float8 import E4M3, E5M2, Float8, Float8Product, apply_float8, check_shapes, product, quantize
 from trainer.parallel.init_weights import allocate, initialize
-from trainer.planning.recorder import Recorder
-from trainer.testing.double import round_significand
-from trainer.testing.layouts import DEBUG_FAMILIES
+from trainer.tools.planner.recorder import Recorder
+from trainer.tools.testing.double import round_significand
+from trainer.tools.testing.layouts import DEBUG_FAMILIES
 
 pytestmark = pytest.mark.skipif(torch.__version__ < (2, 13), reason="torch 2.11 cannot scale rows on a CPU")
 RECIPES = ("tensorwise", "rowwise")

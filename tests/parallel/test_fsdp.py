@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from models.llama import LlamaSizes
 from tests.parallel.tiny_models import build_model
-from trainer.config import ParallelConfig
+from trainer.base.config import ParallelConfig
 from trainer.objective.cross_entropy import CrossEntropyHead
 
 VOCAB, DIM = 512, 32

@@ -2,7 +2,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from trainer.config import ConfigError, ParallelConfig
+from trainer.base.config import ConfigError, ParallelConfig
 from trainer.parallel.mesh import Meshes, ParallelDims
 
 

@@ -8,9 +8,9 @@ from torch.distributed.tensor import DTensor
 
 from models.llama import LlamaSizes, llama
 from tests.parallel.tiny_models import build_model_parts, inputs, reference
+from trainer.base.config import ConfigError, ParallelConfig
+from trainer.base.config.fields import settings
 from trainer.batch import Batch
-from trainer.config import ConfigError, ParallelConfig
-from trainer.config.fields import settings
 from trainer.objective.cross_entropy import CrossEntropy, CrossEntropyHead
 from trainer.parallel.pipeline import (
     SCHEDULES,

@@ -13,14 +13,14 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from models.llama import LlamaSizes
 from tests.parallel.tiny_models import build_model, inputs, reference
-from trainer.config import ActivationCheckpointConfig, ParallelConfig
+from trainer.base.config import ActivationCheckpointConfig, ParallelConfig
 from trainer.objective.cross_entropy import CrossEntropyHead
 from trainer.parallel import float8
 from trainer.parallel.float8 import NO_FLOAT8, Float8, apply_float8
 from trainer.parallel.tensor import styles
-from trainer.planning.recorder import Recorder
-from trainer.testing.double import double_precision
-from trainer.testing.ranks import RankError
+from trainer.tools.planner.recorder import Recorder
+from trainer.tools.testing.double import double_precision
+from trainer.tools.testing.ranks import RankError
 
 SIZES = LlamaSizes(
     dim=32, n_layers=2, n_heads=8, n_kv_heads=4, hidden_dim=48, vocab_size=61

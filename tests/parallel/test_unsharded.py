@@ -9,7 +9,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from models.llama import LlamaSizes
 from tests.parallel.tiny_models import build_model, inputs, reference
-from trainer.config import ActivationCheckpointConfig, ParallelConfig
+from trainer.base.config import ActivationCheckpointConfig, ParallelConfig
 from trainer.objective.cross_entropy import CrossEntropyHead
 from trainer.parallel.unsharded import GradientAccumulator
 

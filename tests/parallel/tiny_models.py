@@ -6,7 +6,7 @@ import torch.distributed as dist
 from models.context import Context
 from models.decoder import Decoder
 from models.llama import LlamaSizes, llama
-from trainer.config import ActivationCheckpointConfig, ParallelConfig
+from trainer.base.config import ActivationCheckpointConfig, ParallelConfig
 from trainer.parallel.attention import CPU_BACKEND
 from trainer.parallel.float8 import NO_FLOAT8, Float8
 from trainer.parallel.init_weights import allocate, initialize

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from trainer.config import EvaluationConfig
+from trainer.base.config import EvaluationConfig
 from trainer.resilience.early_stopping import EarlyStopping
 from trainer.state import TrainState
 

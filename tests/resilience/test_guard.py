@@ -18,7 +18,8 @@ from tests.training_runs import (
     records,
     trainer_from,
 )
-from trainer.config import ResilienceConfig
+from trainer.base.config import ResilienceConfig
+from trainer.base.system.checkpoint_folder import latest_per_step, step_of
 from trainer.resilience.guard import (
     WINDOW,
     DivergenceWarning,
@@ -29,8 +30,7 @@ from trainer.resilience.guard import (
     should_roll_back,
 )
 from trainer.state import TrainState
-from trainer.system.checkpoint_folder import latest_per_step, step_of
-from trainer.testing.ranks import RankError
+from trainer.tools.testing.ranks import RankError
 
 CPU = torch.device("cpu")
 
@@ -129,7 +129,7 @@ def test_ranges_that_touch_are_merged():
 )
 def test_a_run_whose_loss_stays_far_above_its_start_is_one_warning(losses, warned_at, monkeypatch):
     lines, warning = [], DivergenceWarning()
-    monkeypatch.setattr("trainer.system.console.warning", lines.append)
+    monkeypatch.setattr("trainer.base.system.console.warning", lines.append)
     for step, loss in enumerate(losses, 1):
         warning.observe(StepOutcome(step, 0, False, 0, 0, loss, 1.0))
     assert [line.partition(":")[0] for line in lines] == [f"step {warned_at}"] * bool(warned_at)

@@ -6,9 +6,9 @@ import time
 
 import pytest
 
+from trainer.base.system import console
+from trainer.base.system.signals import STOP_SIGNALS
 from trainer.resilience.stop_signals import StopRequest
-from trainer.system import console
-from trainer.system.signals import STOP_SIGNALS
 
 
 @pytest.fixture

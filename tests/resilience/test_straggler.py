@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from trainer.base.system import console
 from trainer.resilience import straggler
 from trainer.resilience.straggler import StragglerDetector, find_straggler
 from trainer.runtime import device as devices
-from trainer.system import console
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,8 @@ import torch
 
 from tests.conftest import ROOT
 from tests.run.sinks.runs import wait_for_delivery
-from trainer.config import Config, MetricsConfig, TrainingConfig
+from trainer.base.config import Config, MetricsConfig, TrainingConfig
+from trainer.base.system.units import duration
 from trainer.resilience.guard import StepOutcome
 from trainer.run.metrics import Metrics
 from trainer.run.resolve import resolve
@@ -25,7 +26,6 @@ from trainer.runtime import device as devices
 from trainer.runtime.accelerators import ACCELERATORS
 from trainer.runtime.phases import PhaseTimer
 from trainer.state import TrainState
-from trainer.system.units import duration
 
 CPU = torch.device("cpu")
 
@@ -319,7 +319,7 @@ def test_a_full_disk_delays_records_and_does_not_end_the_run(tmp_path, capsys):
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has a disk that is always full")
 def test_a_log_line_that_cannot_be_printed_does_not_end_the_process():
-    code = "from trainer.system import console; console.info('a'); console.warning('b'); import os; os._exit(0)"
+    code = "from trainer.base.system import console; console.info('a'); console.warning('b'); import os; os._exit(0)"
     with Path("/dev/full").open("w") as full:
         done = subprocess.run([sys.executable, "-c", code], stdout=full, stderr=full, cwd=ROOT, check=False)
     assert done.returncode == 0

@@ -7,12 +7,12 @@ import torch
 
 from tests.optim.test_offload import IN_BACKWARD
 from tests.training_runs import Result, train
-from trainer.config import ConfigError
-from trainer.config.load import load_config
-from trainer.planning.estimate import Hardware, estimate
+from trainer.base.config import ConfigError
+from trainer.base.config.load import load_config
 from trainer.run.preflight import check_memory, checkpoint_bytes, minimum_memory, remaining_checkpoints
 from trainer.run.resolve import resolve
 from trainer.runtime.accelerators import ACCELERATORS, SHORT_NAMES
+from trainer.tools.planner.estimate import Hardware, estimate
 
 Usage = namedtuple("Usage", ["total", "used", "free"])
 

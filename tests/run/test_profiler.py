@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from tests.training_runs import records, train
-from trainer.config import ConfigError, ProfilingConfig
-from trainer.config.load import load_config
+from trainer.base.config import ConfigError, ProfilingConfig
+from trainer.base.config.load import load_config
+from trainer.base.system import console
 from trainer.run.profiler import Profiler
 from trainer.run.resolve import resolve
-from trainer.system import console
 
 
 @pytest.fixture(scope="module")

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from trainer.base.config import Config, ConfigError, LoraConfig, PreferenceConfig
+from trainer.base.config.fields import settings
+from trainer.base.config.load import load_config
+from trainer.base.config.render import to_toml
+from trainer.base.config.toml_text import toml_value
 from trainer.checkpoint.resume import ResumePoint, changed_settings, require_compatible
-from trainer.config import Config, ConfigError, LoraConfig, PreferenceConfig
-from trainer.config.fields import settings
-from trainer.config.load import load_config
-from trainer.config.render import to_toml
-from trainer.config.toml_text import toml_value
 from trainer.run.resolve import resolve
 from trainer.run.run_folder import acquire_lock, adapter_notes, compiled_blocks, many_epochs
 from trainer.state import TrainState

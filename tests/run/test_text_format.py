@@ -11,9 +11,9 @@ import pytest
 import torch.distributed as dist
 
 from tests.training_runs import combine, error_line, in_folder
+from trainer.base.config import ConfigError, TokenizerConfig
+from trainer.base.config.load import load_config
 from trainer.checkpoint.resume import ResumePoint
-from trainer.config import ConfigError, TokenizerConfig
-from trainer.config.load import load_config
 from trainer.data.tokenizer.backends import DEFAULT_FILE, load_tokenizer
 from trainer.run.resolve import resolve
 from trainer.run.text_format import load_text_format, require_same_tokenizer, unused_template

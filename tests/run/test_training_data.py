@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from trainer.base.config import Config, ConfigError, TrainingConfig
 from trainer.batch import IGNORE_INDEX, Batch
-from trainer.config import Config, ConfigError, TrainingConfig
 from trainer.data.sampling.phases import PERIOD, MixturePhase
 from trainer.run.training_data import epochs_of, target_share, with_steps
 from trainer.state import TrainState

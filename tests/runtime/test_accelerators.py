@@ -1,6 +1,6 @@
 import pytest
 
-from trainer.config import ConfigError
+from trainer.base.config import ConfigError
 from trainer.runtime.accelerators import ACCELERATORS, SHORT_NAMES, short_name
 
 

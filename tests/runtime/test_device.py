@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.torch_version import TorchVersion
 
-from trainer.config import ConfigError, TrainingConfig
+from trainer.base.config import ConfigError, TrainingConfig
 from trainer.runtime import device as devices
 
 

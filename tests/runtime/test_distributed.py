@@ -7,10 +7,10 @@ import torch.distributed as dist
 from torch.distributed.tensor import _redistribute
 from torch.utils import cpp_extension
 
-from trainer.config import ConfigError
+from trainer.base.config import ConfigError
 from trainer.runtime import distributed
 from trainer.runtime.distributed import is_peer_loss, once_per_node, require_agreement, run_on_rank_0
-from trainer.testing.ranks import RankError
+from trainer.tools.testing.ranks import RankError
 
 
 def call_once_per_node_twice():

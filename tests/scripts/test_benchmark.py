@@ -16,8 +16,8 @@ from scripts.dev.contenders import Task
 from scripts.dev.expert_layer import LoopOverExperts
 from scripts.dev.peers import MODELS, TOLERANCES, require_equal_losses, seconds_to_first_loss
 from tests.commands import run_script
-from trainer.config import ConfigError
-from trainer.config.load import load_config
+from trainer.base.config import ConfigError
+from trainer.base.config.load import load_config
 from trainer.run.resolve import resolve
 
 

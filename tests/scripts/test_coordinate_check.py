@@ -6,8 +6,8 @@ import pytest
 
 from scripts import coordinate_check
 from scripts.coordinate_check import verdict
-from trainer.config.command_line import run_to_end
-from trainer.testing.coordinates import ACTIVATIONS, AFTER, BEFORE, CHANGE, Curves
+from trainer.base.config.command_line import run_to_end
+from trainer.tools.testing.coordinates import ACTIVATIONS, AFTER, BEFORE, CHANGE, Curves
 
 
 def main(monkeypatch, *argv):

@@ -11,7 +11,7 @@ import pytest
 import tomli
 
 from tests.conftest import ROOT
-from trainer.system.dependencies import MODULES, require_dependencies
+from trainer.base.system.dependencies import MODULES, require_dependencies
 
 
 def announced(tmp_path, with_driver: bool, with_torch: bool) -> list[str]:
@@ -88,9 +88,9 @@ def test_the_checked_modules_are_the_dependencies_of_the_project():
     ("listed", "also", "expected"), [("json", "csv", 0), ("no_such", "csv", 1), ("json", "nope", 1)]
 )
 def test_the_shell_checks_the_same_modules_and_those_of_the_caller(tmp_path, listed, also, expected):
-    package = tmp_path / "trainer" / "system"
+    package = tmp_path / "trainer" / "base" / "system"
     package.mkdir(parents=True)
-    for folder in (package, package.parent):
+    for folder in (package, *package.parents[:2]):
         (folder / "__init__.py").touch()
     (package / "dependencies.py").write_text(f"MODULES = [{listed!r}]")
     code = f"source {ROOT}/scripts/environment.sh; ROOT={tmp_path}; has_modules {sys.executable} {also}"

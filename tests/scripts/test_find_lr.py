@@ -13,9 +13,9 @@ from scripts.find_lr import Curve, draw, read_curve, reason_to_stop, settings_of
 from tests.commands import run_script
 from tests.training_runs import checkpoint_of, in_folder, records, train, trainer_from
 from trainer import trainer as trainer_module
-from trainer.config import OptimizerConfig
-from trainer.config.load import load_config
-from trainer.config.render import to_toml
+from trainer.base.config import OptimizerConfig
+from trainer.base.config.load import load_config
+from trainer.base.config.render import to_toml
 from trainer.data.sampling.permutation import hash_index
 
 STEPS = 20

@@ -4,7 +4,7 @@ import pytest
 
 from scripts.dev import gpu_acceptance
 from scripts.dev.gpu_acceptance import PARTS, SPEED, Failed, Session, markdown, run_part
-from trainer.config.load import load_config
+from trainer.base.config.load import load_config
 
 
 def part_of(monkeypatch, tasks):

@@ -8,7 +8,7 @@ import pytest
 from tests.commands import run_script
 from tests.faults.harness import write_corpus
 from tests.training_runs import recorded_batches, train, trainer_from
-from trainer.config import TokenizerConfig
+from trainer.base.config import TokenizerConfig
 from trainer.data.tokenizer.backends import load_tokenizer
 
 

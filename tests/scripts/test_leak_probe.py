@@ -9,11 +9,11 @@ import torch
 from scripts import leak_probe
 from scripts.leak_probe import Probe, probed_tokens
 from tests.conftest import ROOT
-from trainer.config.command_line import run_to_end
-from trainer.config.load import load_config
-from trainer.testing.layouts import Layout, Table
-from trainer.testing.parity import Row
-from trainer.testing.ranks import RankError
+from trainer.base.config.command_line import run_to_end
+from trainer.base.config.load import load_config
+from trainer.tools.testing.layouts import Layout, Table
+from trainer.tools.testing.parity import Row
+from trainer.tools.testing.ranks import RankError
 
 CHAT = ["--config", str(ROOT / "train_configs" / "sft_debug.toml"), "--model.overrides.n_layers", "4"]
 WINDOW = ["--model.name", "mistral", "--model.overrides.window", "8"]

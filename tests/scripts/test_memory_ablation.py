@@ -4,7 +4,7 @@ import pytest
 
 from scripts.dev.memory_ablation import cumulative
 from tests.commands import run_script
-from trainer.testing.techniques import TECHNIQUES
+from trainer.tools.testing.techniques import TECHNIQUES
 
 SMALL = ["--config", "train_configs/debug.toml", "--model.overrides.n_layers", "2", "--training.seq_len", "256"]
 

@@ -12,11 +12,11 @@ import torch
 
 from scripts import parity
 from tests.conftest import ROOT
-from trainer.config.command_line import run_to_end
-from trainer.testing import parity as comparison
-from trainer.testing.bugs import BUGS
-from trainer.testing.layouts import Layout
-from trainer.testing.parity import Trained, deviations, within
+from trainer.base.config.command_line import run_to_end
+from trainer.tools.testing import parity as comparison
+from trainer.tools.testing.bugs import BUGS
+from trainer.tools.testing.layouts import Layout
+from trainer.tools.testing.parity import Trained, deviations, within
 
 
 def main(monkeypatch, *argv):

@@ -14,10 +14,10 @@ import tomli
 from models import MODELS
 from scripts import plan as script
 from tests.commands import run_script
-from trainer.checkpoint.huggingface import read_architecture
-from trainer.config import ConfigError
-from trainer.planning.recorder import MEMORY_CATEGORIES
+from trainer.base.config import ConfigError
+from trainer.checkpoint.formats.huggingface import read_architecture
 from trainer.runtime.accelerators import SHORT_NAMES
+from trainer.tools.planner.recorder import MEMORY_CATEGORIES
 
 
 def plan(*flags):
@@ -209,7 +209,7 @@ class Bar:
 
 def test_a_search_ranks_layouts_and_prints_the_settings_of_the_best(tmp_path, monkeypatch):
     bar = Bar()
-    monkeypatch.setattr("trainer.planning.search.progress", lambda *_, **__: nullcontext(bar))
+    monkeypatch.setattr("trainer.tools.planner.search.progress", lambda *_, **__: nullcontext(bar))
     small = ["--config", "train_configs/llama3_8b.toml", "--model.overrides.n_layers", "2", "--training.seq_len", "512"]
     hardware = ["--world-size", "4", "--memory-gib", "17", "--device", "a100", "--gpus-per-node", "1"]
     tight = ["--activation_checkpoint.mode", "selective", "--training.reduce_every_microbatch", "false"]

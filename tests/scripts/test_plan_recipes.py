@@ -8,11 +8,11 @@ import pytest
 from scripts.dev import plan_recipes
 from scripts.dev.plan_recipes import PAGE, Head, configurations, figures, page, planned
 from tests.commands import run_script
-from trainer.config.load import load_config
-from trainer.planning.estimate import Hardware, margin_bytes
-from trainer.planning.limits import GPU_RESERVE_BYTES
+from trainer.base.config.load import load_config
+from trainer.base.system.units import GIB
 from trainer.runtime.accelerators import ACCELERATORS, SHORT_NAMES
-from trainer.system.units import GIB
+from trainer.tools.planner.estimate import Hardware, margin_bytes
+from trainer.tools.planner.limits import GPU_RESERVE_BYTES
 
 RECIPES = sorted(PAGE.parent.glob("*.toml"))
 FAMILIES = ("llama3_1", "qwen2_5", "qwen3", "mistral", "ministral3", "smollm3", "olmo2", "olmo3", "granite3")

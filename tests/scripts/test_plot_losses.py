@@ -6,7 +6,7 @@ import pytest
 
 from scripts.dev.plot_losses import BUG, label, relative_deviations
 from tests.commands import run_script
-from trainer.config.load import load_config
+from trainer.base.config.load import load_config
 
 
 def test_layouts_deviate_less_than_the_limit_and_the_injected_bug_more(tiny, tmp_path):

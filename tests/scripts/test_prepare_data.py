@@ -13,7 +13,7 @@ import pytest
 from tests.commands import run_script
 from tests.conftest import ROOT
 from tests.faults.harness import write_corpus
-from trainer.config import TokenizerConfig
+from trainer.base.config import TokenizerConfig
 from trainer.data.store.store import open_store
 from trainer.data.tokenizer.backends import DEFAULT_FILE, load_tokenizer
 

@@ -7,7 +7,7 @@ import pytest
 
 from tests.commands import run_script
 from tests.conftest import ROOT
-from tests.reporting.run_folders import train_record, write_run
+from tests.tools.report.run_folders import train_record, write_run
 
 pytest.importorskip("bokeh")
 

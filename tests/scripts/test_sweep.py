@@ -6,7 +6,7 @@ import pytest
 
 from scripts.dev.sweep import parse_vary
 from tests.commands import run_script
-from trainer.config import ConfigError
+from trainer.base.config import ConfigError
 
 
 def test_each_combination_is_trained_and_a_run_that_diverges_is_shown_as_one(tiny, tmp_path):

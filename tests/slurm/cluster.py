@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from trainer.system.process import die_with_parent
+from trainer.base.system.process import die_with_parent
 
 NODES = ("127.0.0.1", "127.0.0.2")
 """Names of the nodes, which are their addresses: names of hosts would have to be in /etc/hosts."""

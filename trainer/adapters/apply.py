@@ -14,7 +14,7 @@ from models.grouped import grouped_product
 from models.moe import Experts
 from trainer.adapters.nf4 import placed_like
 from trainer.adapters.select import LORA_A, LORA_B, TrainedParameters, matrices_of
-from trainer.config import LoraConfig
+from trainer.base.config import LoraConfig
 from trainer.runtime.device import DTYPES
 from trainer.runtime.dtensor import local_factor, to_local
 

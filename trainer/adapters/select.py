@@ -20,8 +20,8 @@ from models.grouped import ALIGNMENT
 from models.moe import Experts, is_stack
 from models.spec import Model, ParallelPlan, multiply_adds
 from trainer.adapters.nf4 import BLOCK
-from trainer.config import ConfigError, LoraConfig
-from trainer.config.fields import matching
+from trainer.base.config import ConfigError, LoraConfig
+from trainer.base.config.fields import matching
 from trainer.runtime.device import DTYPES
 
 LORA_A, LORA_B = "lora_a", "lora_b"

@@ -19,16 +19,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import SavePlan
 
+from trainer.base.config import ConfigError
+from trainer.base.system.children import children_ignore_signals
+from trainer.base.system.process import detach_signals
 from trainer.checkpoint import commit
 from trainer.checkpoint.commit import SaveFailed, SaveRequest, Tensors
 from trainer.checkpoint.storage import local_save_plan
-from trainer.config import ConfigError
 from trainer.runtime.device import local_world_size
 from trainer.runtime.distributed import is_peer_loss, run_on_rank_0
 from trainer.runtime.dtensor import to_local
 from trainer.runtime.host_memory import HostTransfer, pin
-from trainer.system.children import children_ignore_signals
-from trainer.system.process import detach_signals
 
 _ALIGNMENT = 64
 _GROUP_TIMEOUT = timedelta(hours=4)

@@ -3,8 +3,8 @@
 import math
 from collections.abc import Collection
 
-from trainer.config import EvaluationConfig
-from trainer.system import console
+from trainer.base.config import EvaluationConfig
+from trainer.base.system import console
 
 
 class BestTracker:

@@ -27,15 +27,15 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException, SavePlan
 
+from trainer.base.config import ConfigError
+from trainer.base.system import console
+from trainer.base.system.checkpoint_folder import latest_per_step, step_of
+from trainer.base.system.files import describe, is_temporary, sync, temporary_path
 from trainer.checkpoint import manifest, storage
 from trainer.checkpoint.manifest import CorruptError, File, Manifest
 from trainer.checkpoint.storage import TensorMetadata
-from trainer.config import ConfigError
 from trainer.runtime.distributed import all_gather_objects, run_on_rank_0
 from trainer.runtime.dtensor import local_region
-from trainer.system import console
-from trainer.system.checkpoint_folder import latest_per_step, step_of
-from trainer.system.files import describe, is_temporary, sync, temporary_path
 
 Tensors = Mapping[str, Tensor]
 

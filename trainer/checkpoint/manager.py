@@ -9,19 +9,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainer.base.config import CheckpointConfig
+from trainer.base.config.model_source import list_checkpoints
+from trainer.base.system import console
+from trainer.base.system.checkpoint_folder import STATE_FILE, step_of
+from trainer.base.system.spelling import counted
 from trainer.checkpoint import resume
 from trainer.checkpoint.async_save import SaveResult, Writer, WriterDied
 from trainer.checkpoint.best import BestTracker
 from trainer.checkpoint.commit import SaveRequest, load
 from trainer.checkpoint.resume import ResumePoint
-from trainer.config import CheckpointConfig
-from trainer.config.model_source import list_checkpoints
 from trainer.runtime import device as devices
 from trainer.runtime.distributed import run_on_rank_0
 from trainer.state import TrainState, is_due
-from trainer.system import console
-from trainer.system.checkpoint_folder import STATE_FILE, step_of
-from trainer.system.spelling import counted
 
 
 class CheckpointManager:

@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer.config import ConfigError
-from trainer.system.checkpoint_folder import MANIFEST
-from trainer.system.files import TooLarge, digest, digest_of, drop_page_cache, read_limited, sync
-from trainer.system.paths import unreadable
+from trainer.base.config import ConfigError
+from trainer.base.system.checkpoint_folder import MANIFEST
+from trainer.base.system.files import TooLarge, digest, digest_of, drop_page_cache, read_limited, sync
+from trainer.base.system.paths import unreadable
 
 NAME = MANIFEST
 VERSION = 2

@@ -9,19 +9,19 @@ from typing import Any
 
 import torch.distributed as dist
 
+from trainer.base.config import ConfigError, errors_about
+from trainer.base.config.fields import settings
+from trainer.base.config.model_source import best_checkpoint, list_checkpoints
+from trainer.base.config.render import differing_settings, setting_texts
+from trainer.base.system import console
+from trainer.base.system.checkpoint_folder import LARGEST_CONFIG, STATE_FILE, committed, step_of
+from trainer.base.system.files import atomic_write, read_json_object, sync
+from trainer.base.system.spelling import counted
 from trainer.checkpoint import manifest
 from trainer.checkpoint.commit import first_problem
 from trainer.checkpoint.manifest import CorruptError
-from trainer.config import ConfigError, errors_about
-from trainer.config.fields import settings
-from trainer.config.model_source import best_checkpoint, list_checkpoints
-from trainer.config.render import differing_settings, setting_texts
 from trainer.runtime.distributed import run_on_rank_0
 from trainer.state import TrainState
-from trainer.system import console
-from trainer.system.checkpoint_folder import LARGEST_CONFIG, STATE_FILE, committed, step_of
-from trainer.system.files import atomic_write, read_json_object, sync
-from trainer.system.spelling import counted
 
 _LINEAGE = "lineage.json"
 LARGEST_STATE = 16 * 2**20

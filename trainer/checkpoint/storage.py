@@ -26,10 +26,10 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from trainer.base.system import console
+from trainer.base.system.files import HashingFile, describe
 from trainer.checkpoint import manifest
 from trainer.checkpoint.manifest import CorruptError, File
-from trainer.system import console
-from trainer.system.files import HashingFile, describe
 
 INDEX = "index.json"
 _LARGEST_INDEX = 2**30

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from trainer.config import ConfigError, DataConfig
+from trainer.base.config import ConfigError, DataConfig
+from trainer.base.system import console
 from trainer.data.datasets import SINGLE, dataset_configs, packing_folder
 from trainer.data.sampling.mixture import CombinedSamples
 from trainer.data.sampling.packing import PackedIndex, has_target, read_packing
@@ -15,7 +16,6 @@ from trainer.data.sampling.phases import MixturePhase, parse_mixture
 from trainer.data.sampling.samples import ConcatSamples, PackedSamples, Samples
 from trainer.data.store.held_out import Splits, open_splits
 from trainer.data.store.store import TokenStore, open_store
-from trainer.system import console
 
 
 @dataclass(frozen=True)

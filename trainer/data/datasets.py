@@ -6,7 +6,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from trainer.config import ConfigError, DataConfig, TokenizerConfig
+from trainer.base.config import ConfigError, DataConfig, TokenizerConfig
+from trainer.base.system.files import file_lock
+from trainer.base.system.spelling import did_you_mean
 from trainer.data.prepare.prepare import prepare, writing
 from trainer.data.sampling.packing import pack
 from trainer.data.sources import DATASETS
@@ -14,8 +16,6 @@ from trainer.data.sources.records import SHIPPED
 from trainer.data.store.held_out import open_splits
 from trainer.data.store.store import read_description, store_digest
 from trainer.data.tokenizer.protocol import Tokenizer
-from trainer.system.files import file_lock
-from trainer.system.spelling import did_you_mean
 
 SINGLE = "data"
 """Name of the dataset if data.datasets is not set."""

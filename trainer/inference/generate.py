@@ -14,10 +14,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from models.components import CausalMask, attention_kernel, visible_keys
 from models.context import Context
 from models.spec import LayerKind, ParallelPlan
-from trainer.checkpoint.adapter import open_weights
-from trainer.checkpoint.huggingface import window_and_generation
-from trainer.config import ConfigError
-from trainer.config.model_source import resolve_checkpoint
+from trainer.base.config import ConfigError
+from trainer.base.config.model_source import resolve_checkpoint
+from trainer.checkpoint.formats.adapter import open_weights
+from trainer.checkpoint.formats.huggingface import window_and_generation
 from trainer.data.chat.format import ChatFormat, load_chat_format
 from trainer.data.chat.template_files import BUILT_IN
 from trainer.data.tokenizer.protocol import Tokenizer

@@ -9,16 +9,16 @@ import torch
 from torch import Tensor, nn
 
 from models.spec import saved_weights
-from trainer.checkpoint.adapter import AdapterSource, open_weights
-from trainer.checkpoint.model_metadata import CHAT_TEMPLATE, ModelMetadata
-from trainer.checkpoint.tokenizer_files import load_checkpoint_tokenizer, load_hf_tokenizer
-from trainer.checkpoint.weights import WeightSource
-from trainer.config import ConfigError
-from trainer.config.model_source import resolve_checkpoint, template_file
+from trainer.base.config import ConfigError
+from trainer.base.config.model_source import resolve_checkpoint, template_file
+from trainer.base.system.paths import path_error
+from trainer.checkpoint.formats.adapter import AdapterSource, open_weights
+from trainer.checkpoint.formats.model_metadata import CHAT_TEMPLATE, ModelMetadata
+from trainer.checkpoint.formats.tokenizer_files import load_checkpoint_tokenizer, load_hf_tokenizer
+from trainer.checkpoint.formats.weights import WeightSource
 from trainer.data.tokenizer.protocol import Tokenizer
 from trainer.parallel.init_weights import allocate
 from trainer.runtime.device import existing_device
-from trainer.system.paths import path_error
 
 
 def load_model(

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from models.spec import Head
+from trainer.base.config import ConfigError, DataConfig, SamplesConfig
 from trainer.batch import IGNORE_INDEX, Batch
-from trainer.config import ConfigError, DataConfig, SamplesConfig
 from trainer.data.prepare.encode import chat_format
 from trainer.data.sampling.loader import BatchPartition
 from trainer.data.tokenizer.protocol import Tokenizer

@@ -5,8 +5,8 @@ from typing import Protocol
 from torch import Tensor
 
 from models.spec import Head
+from trainer.base.system.spelling import counted
 from trainer.batch import Batch
-from trainer.system.spelling import counted
 
 
 class Readout(Protocol):

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from models.spec import Head
+from trainer.base.config import PreferenceConfig
 from trainer.batch import IGNORE_INDEX, Batch
-from trainer.config import PreferenceConfig
 from trainer.objective.cross_entropy import token_losses
 
 

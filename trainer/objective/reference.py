@@ -14,8 +14,11 @@ import torch
 from torch import Tensor
 
 from models.spec import Head
+from trainer.base.config import ConfigError
+from trainer.base.system import console
+from trainer.base.system.files import atomic_write, digest, read_json_object
+from trainer.base.system.process import local_rank
 from trainer.batch import Batch
-from trainer.config import ConfigError
 from trainer.data.sampling.loader import BatchPartition
 from trainer.data.sampling.mixture import CombinedSamples
 from trainer.data.sampling.samples import Samples
@@ -23,9 +26,6 @@ from trainer.objective.cross_entropy import token_losses
 from trainer.objective.objective import Readout
 from trainer.objective.preference import sum_by_document
 from trainer.runtime.distributed import all_gather_objects
-from trainer.system import console
-from trainer.system.files import atomic_write, digest, read_json_object
-from trainer.system.process import local_rank
 
 _PART_SAMPLES = 1024
 """Minimum number of samples of a part, except the last one."""

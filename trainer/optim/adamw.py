@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw as fused_adamw
 
-from trainer.config import OptimizerConfig
+from trainer.base.config import OptimizerConfig
 from trainer.optim.decay import cautious_factors
 from trainer.optim.quantization import BLOCK_SIZE, BlockQuantizer, is_quantizable
 from trainer.runtime.device import DTYPES

@@ -7,10 +7,10 @@ from fnmatch import fnmatchcase
 
 from torch import Tensor
 
-from trainer.config import ConfigError, OptimizerConfig
-from trainer.config.fields import matching
+from trainer.base.config import ConfigError, OptimizerConfig
+from trainer.base.config.fields import matching
+from trainer.base.system.spelling import counted, did_you_mean
 from trainer.optim.rules import RULES
-from trainer.system.spelling import counted, did_you_mean
 
 _EXPECTED = "expected lr=FACTOR, decay=NUMBER or optimizer=NAME, separated by spaces"
 _OTHER_NAMES = {"weight_decay": "decay", "wd": "decay", "learning_rate": "lr", "rule": "optimizer"}

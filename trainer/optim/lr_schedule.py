@@ -2,7 +2,7 @@
 
 import math
 
-from trainer.config import LrScheduleConfig
+from trainer.base.config import LrScheduleConfig
 
 # Name -> decay: its value is 1 at the peak and 0 at the minimum. It does not rise while progress rises from 0 to 1.
 DECAYS = {

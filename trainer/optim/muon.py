@@ -11,7 +11,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from trainer.config import OptimizerConfig
+from trainer.base.config import OptimizerConfig
 from trainer.optim.decay import cautious_factors
 from trainer.optim.exchange import BUCKET_VALUES, Exchange, Matrix, Sharding, assign_owners, buckets, matrices_of
 from trainer.runtime.device import DTYPES

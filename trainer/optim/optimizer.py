@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from trainer.config import OptimizerConfig
+from trainer.base.config import OptimizerConfig
 from trainer.optim.exchange import Sharding
 from trainer.optim.groups import Group
 from trainer.optim.rules import RULES, Updater

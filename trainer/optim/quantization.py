@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from trainer.config import ConfigError, OptimizerConfig
+from trainer.base.config import ConfigError, OptimizerConfig
 from trainer.runtime.dtensor import to_local
 
 BLOCK_SIZE = 256

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from trainer.config import OptimizerConfig
+from trainer.base.config import OptimizerConfig
 from trainer.optim.adamw import adamw, adamw_bytes, adamw_width_powers
 from trainer.optim.exchange import Sharding
 from trainer.optim.muon import Muon, muon_bytes, muon_width_powers

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import (
 )
 
 from models.grouped import GROUPED_PRODUCT
-from trainer.config import ActivationCheckpointConfig
+from trainer.base.config import ActivationCheckpointConfig
 
 aten, collectives = torch.ops.aten, torch.ops._c10d_functional
 

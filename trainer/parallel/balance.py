@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from models.context import Context
 from models.moe import MixtureOfExperts, Routing
 from models.sizes import MixtureSizes
-from trainer.config import ExpertsConfig
+from trainer.base.config import ExpertsConfig
 from trainer.parallel.mesh import Meshes
 from trainer.runtime.distributed import sum_over
 

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 
 from models.spec import ParallelPlan, styles_in_blocks
 from trainer.adapters.select import pattern_hints
-from trainer.config import ConfigError, TrainingConfig
-from trainer.config.fields import matching
+from trainer.base.config import ConfigError, TrainingConfig
+from trainer.base.config.fields import matching
 from trainer.parallel.activation_checkpoint import local_product
 from trainer.parallel.mesh import ParallelDims
 from trainer.runtime.dtensor import local_factor

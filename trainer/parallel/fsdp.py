@@ -9,7 +9,7 @@ from torch.distributed.tensor import Shard
 
 from models.moe import Experts
 from models.spec import ParallelPlan
-from trainer.config import ParallelConfig
+from trainer.base.config import ParallelConfig
 from trainer.parallel.activation_checkpoint import run_hooks_outside_checkpoint
 from trainer.parallel.mesh import Meshes, ParallelDims
 from trainer.runtime.device import DTYPES

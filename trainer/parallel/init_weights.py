@@ -12,7 +12,7 @@ from models.moe import is_stack
 from models.spec import saved_buffers
 from models.width import KINDS, width_kind
 from trainer.adapters.select import LORA_A, LORA_B, init_adapter
-from trainer.config import LoraConfig
+from trainer.base.config import LoraConfig
 from trainer.parallel.tensor import kept_ties
 from trainer.runtime.dtensor import local_region
 

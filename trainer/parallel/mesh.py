@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from trainer.config import ConfigError, ParallelConfig
+from trainer.base.config import ConfigError, ParallelConfig
 from trainer.runtime.collectives import lift_torch_limit
 
 

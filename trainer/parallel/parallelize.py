@@ -11,7 +11,7 @@ from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 from models.moe import MixtureOfExperts
 from models.spec import ParallelPlan
 from trainer.adapters.nf4 import PAIRS_BYTES
-from trainer.config import ActivationCheckpointConfig, ParallelConfig
+from trainer.base.config import ActivationCheckpointConfig, ParallelConfig
 from trainer.parallel.activation_checkpoint import RecomputePolicy, block_forward, recompute_policy
 from trainer.parallel.activation_offload import InputOffloader
 from trainer.parallel.attention import AttentionBackend, apply_attention

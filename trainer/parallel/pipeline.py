@@ -12,8 +12,8 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
 from models.spec import ParallelPlan
+from trainer.base.config import ConfigError, ParallelConfig
 from trainer.batch import Batch
-from trainer.config import ConfigError, ParallelConfig
 from trainer.objective.objective import Readout
 from trainer.parallel.step import Step, context_of
 from trainer.runtime.distributed import sum_over

@@ -8,7 +8,7 @@ from torch import nn
 
 from models.spec import ParallelPlan, styles_in_blocks
 from trainer.adapters.nf4 import BLOCK, stored_bytes
-from trainer.config import ConfigError, ParallelConfig
+from trainer.base.config import ConfigError, ParallelConfig
 from trainer.parallel.fsdp import apply_fsdp
 from trainer.parallel.mesh import Meshes, ParallelDims
 from trainer.parallel.quantized import quantize_weights

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 
 from models.spec import ParallelPlan
-from trainer.config import ActivationCheckpointConfig, ConfigError, ParallelConfig, TrainingConfig
+from trainer.base.config import ActivationCheckpointConfig, ConfigError, ParallelConfig, TrainingConfig
 from trainer.parallel.mesh import ParallelDims
 from trainer.parallel.pipeline import SCHEDULES, stages_per_rank
 

@@ -3,9 +3,9 @@
 import math
 from dataclasses import dataclass
 
-from trainer.config import EvaluationConfig
+from trainer.base.config import EvaluationConfig
+from trainer.base.system.spelling import counted
 from trainer.state import TrainState
-from trainer.system.spelling import counted
 
 
 @dataclass(frozen=True)

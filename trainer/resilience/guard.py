@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from trainer.config import ResilienceConfig
+from trainer.base.config import ResilienceConfig
+from trainer.base.system import console
 from trainer.runtime.host_memory import Event, HostTransfer
 from trainer.state import TrainState
-from trainer.system import console
 
 WINDOW = 128
 """Number of most recent accepted steps. A spike is detected by comparison with their losses and gradient norms."""

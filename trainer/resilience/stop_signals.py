@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from trainer.system import console
-from trainer.system.signals import ENDING_SIGNALS, SAME_REQUEST_S
-from trainer.system.streams import print_error
+from trainer.base.system import console
+from trainer.base.system.signals import ENDING_SIGNALS, SAME_REQUEST_S
+from trainer.base.system.streams import print_error
 
 
 class StopRequest:

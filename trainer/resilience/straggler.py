@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from trainer.base.system import console
 from trainer.runtime import device as devices
-from trainer.system import console
 
 _MIN_STEPS = 5
 """Minimum number of steps before ranks are compared. With fewer steps, the shortest time is too noisy to compare."""

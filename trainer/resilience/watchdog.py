@@ -12,11 +12,11 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
+from trainer.base.system.clock import RunningClock
+from trainer.base.system.streams import print_error
 from trainer.resilience.stop_signals import StopRequest
 from trainer.runtime.collectives import waiting_collectives
 from trainer.runtime.distributed import clone_store
-from trainer.system.clock import RunningClock
-from trainer.system.streams import print_error
 
 _LONGEST = 5
 """Minimum ratio of a hang's duration to that of the longest step, or of the longest wait for a microbatch, so far."""

@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 
+from trainer.base.config import MetricsConfig, TrainingConfig
+from trainer.base.system import console
+from trainer.base.system.units import GIB
 from trainer.checkpoint.async_save import SaveResult
-from trainer.config import MetricsConfig, TrainingConfig
 from trainer.resilience.guard import StepOutcome
 from trainer.run.resolve import ResolvedRun
 from trainer.run.sinks.delivery import close_sinks
@@ -17,8 +19,6 @@ from trainer.run.sinks.sink import Sink
 from trainer.runtime import device as devices
 from trainer.runtime.phases import PhaseTimer
 from trainer.state import TrainState
-from trainer.system import console
-from trainer.system.units import GIB
 
 _NOT_TRAINING = ("evaluation", "samples", "checkpoint", "profiling")
 """Phases that are not part of a step's duration."""

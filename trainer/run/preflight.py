@@ -10,18 +10,18 @@ import torch
 from torch import nn
 
 from models.moe import is_stack
-from trainer.config import CheckpointConfig, Config, ConfigError
-from trainer.config.model_source import list_checkpoints
+from trainer.base.config import CheckpointConfig, Config, ConfigError
+from trainer.base.config.model_source import list_checkpoints
+from trainer.base.system.files import existing_part
+from trainer.base.system.process import memory_available, node_id
+from trainer.base.system.spelling import counted
+from trainer.base.system.units import GIB
 from trainer.parallel.storage import shards_parameters
 from trainer.run.resolve import ResolvedRun
 from trainer.runtime import device as devices
 from trainer.runtime.device import DTYPES
 from trainer.runtime.distributed import all_gather_objects, run_on_rank_0
 from trainer.runtime.dtensor import to_local
-from trainer.system.files import existing_part
-from trainer.system.process import memory_available, node_id
-from trainer.system.spelling import counted
-from trainer.system.units import GIB
 
 
 def checkpoint_bytes(config: Config, resolved: ResolvedRun) -> int:

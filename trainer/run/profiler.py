@@ -5,11 +5,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from trainer.config import ProfilingConfig
+from trainer.base.config import ProfilingConfig
+from trainer.base.system import console
+from trainer.base.system.files import describe
+from trainer.base.system.streams import print_error
 from trainer.runtime import device as devices
-from trainer.system import console
-from trainer.system.files import describe
-from trainer.system.streams import print_error
 
 
 class Profiler:

@@ -10,12 +10,13 @@ from models.moe import CorrectedRouter
 from models.sizes import text_of
 from models.spec import Model, ModelSpec, ParallelPlan, SizeError, meta_model, saved_buffers, saved_weights
 from trainer.adapters.select import TrainedParameters, require_trained_vocabulary, select_parameters, select_quantized
-from trainer.checkpoint.huggingface import read_architecture
-from trainer.checkpoint.peft import PeftNames, require_peft_support
+from trainer.base.config import Config, ConfigError, ModelConfig, ProfilingConfig, errors_about
+from trainer.base.config.fields import Setting, coerce, parse_text, settings, type_name
+from trainer.base.config.pretrained import is_from_pretrained
+from trainer.base.system.spelling import did_you_mean
+from trainer.checkpoint.formats.huggingface import read_architecture
+from trainer.checkpoint.formats.peft import PeftNames, require_peft_support
 from trainer.checkpoint.resume import FAMILY
-from trainer.config import Config, ConfigError, ModelConfig, ProfilingConfig, errors_about
-from trainer.config.fields import Setting, coerce, parse_text, settings, type_name
-from trainer.config.pretrained import is_from_pretrained
 from trainer.parallel.float8 import Float8, check_shapes, resolve_float8
 from trainer.parallel.mesh import ParallelDims
 from trainer.parallel.pipeline import Stage, check_microbatches, partition_blocks, stages_of_rank
@@ -24,7 +25,6 @@ from trainer.parallel.validate import check_divisibility, check_supported, resol
 from trainer.run.resolve_optimizer import ResolvedOptimizer, resolve_optimizer
 from trainer.runtime import device as devices
 from trainer.runtime.device import DTYPES
-from trainer.system.spelling import did_you_mean
 
 
 @dataclass(frozen=True, kw_only=True)

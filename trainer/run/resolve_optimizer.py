@@ -9,11 +9,11 @@ from torch import Tensor
 from models.spec import Model, ParallelPlan, is_bias
 from models.width import width_kind
 from trainer.adapters.select import TrainedParameters, adaptable_weights
-from trainer.config import ConfigError, OptimizerConfig
+from trainer.base.config import ConfigError, OptimizerConfig
+from trainer.base.system.files import digest, short_digest
 from trainer.optim import quantization
 from trainer.optim.groups import Group, resolve_groups
 from trainer.optim.rules import RULES
-from trainer.system.files import digest, short_digest
 
 
 @dataclass(frozen=True, kw_only=True)

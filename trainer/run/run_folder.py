@@ -16,14 +16,20 @@ import torch.distributed as dist
 from models.spec import meta_model
 from models.width import KINDS, width_kind
 from trainer.adapters.select import SCALE_SETTINGS, excessive_rank, expert_adapters, unaligned_rank
+from trainer.base.config import Config, ConfigError, TrainingConfig, errors_about
+from trainer.base.config.model_source import resolve_checkpoint
+from trainer.base.config.render import to_toml
+from trainer.base.system import console
+from trainer.base.system.checkpoint_folder import MODEL_FILE
+from trainer.base.system.environment import environment
+from trainer.base.system.files import atomic_write, existing_part, file_error, folder_error, lock_holder, try_lock
+from trainer.base.system.spelling import counted
+from trainer.base.system.units import GIB
 from trainer.checkpoint import resume
-from trainer.checkpoint.export import export_run
-from trainer.checkpoint.huggingface import window_and_generation
-from trainer.checkpoint.model_metadata import CHAT_TEMPLATE, GENERATION_CONFIG, ModelMetadata
+from trainer.checkpoint.formats.export import export_run
+from trainer.checkpoint.formats.huggingface import window_and_generation
+from trainer.checkpoint.formats.model_metadata import CHAT_TEMPLATE, GENERATION_CONFIG, ModelMetadata
 from trainer.checkpoint.resume import ResumePoint
-from trainer.config import Config, ConfigError, TrainingConfig, errors_about
-from trainer.config.model_source import resolve_checkpoint
-from trainer.config.render import to_toml
 from trainer.data.build import Datasets
 from trainer.parallel.parallelize import block_forms
 from trainer.run.resolve import ResolvedRun
@@ -31,12 +37,6 @@ from trainer.run.text_format import TextFormat
 from trainer.runtime import device as devices
 from trainer.runtime.distributed import run_on_rank_0
 from trainer.state import TrainState
-from trainer.system import console
-from trainer.system.checkpoint_folder import MODEL_FILE
-from trainer.system.environment import environment
-from trainer.system.files import atomic_write, existing_part, file_error, folder_error, lock_holder, try_lock
-from trainer.system.spelling import counted
-from trainer.system.units import GIB
 
 _LIBRARIES = ("torch", "safetensors", "xxhash", "tiktoken", "sentencepiece")
 _LOCK = ".lock"

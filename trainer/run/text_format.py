@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass, replace
 
+from trainer.base.config import Config, ConfigError, DataConfig, TokenizerConfig
+from trainer.base.system import console
 from trainer.checkpoint.resume import ResumePoint, require_compatible
-from trainer.config import Config, ConfigError, DataConfig, TokenizerConfig
 from trainer.data.chat import template_files
 from trainer.data.datasets import dataset_configs
 from trainer.data.prepare.encode import CHAT_DATASETS, chat_format
@@ -11,7 +12,6 @@ from trainer.data.tokenizer.backends import load_tokenizer
 from trainer.data.tokenizer.protocol import Tokenizer
 from trainer.run.resolve import ResolvedRun
 from trainer.runtime.distributed import run_on_rank_0
-from trainer.system import console
 
 
 @dataclass(frozen=True)

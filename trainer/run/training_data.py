@@ -9,8 +9,9 @@ import numpy as np
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from trainer.base.config import Config, ConfigError, TrainingConfig
+from trainer.base.system.spelling import counted
 from trainer.batch import IGNORE_INDEX, Batch
-from trainer.config import Config, ConfigError, TrainingConfig
 from trainer.data.build import Datasets, open_datasets
 from trainer.data.datasets import prepare_datasets
 from trainer.data.sampling.loader import BatchPartition, SampleOrder, training_batches
@@ -20,7 +21,6 @@ from trainer.data.tokenizer.protocol import Tokenizer
 from trainer.resilience.stop_signals import StopRequest
 from trainer.runtime.distributed import once_per_node, require_agreement
 from trainer.state import TrainState
-from trainer.system.spelling import counted
 
 _COUNTED_SAMPLES, _COUNTED_TOKENS = 256, 2**20
 """Maximum numbers of samples and of tokens in which targets are counted at the start."""

@@ -5,7 +5,7 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from trainer.config import ConfigError
+from trainer.base.config import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)

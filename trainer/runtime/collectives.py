@@ -10,8 +10,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from trainer.system.clock import RunningClock
-from trainer.system.streams import print_error
+from trainer.base.system.clock import RunningClock
+from trainer.base.system.streams import print_error
 
 _UNLIMITED = timedelta(days=365)
 

@@ -12,11 +12,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from trainer.config import ConfigError, TrainingConfig
-from trainer.config.schema.run import DeviceChoice
+from trainer.base.config import ConfigError, TrainingConfig
+from trainer.base.config.schema.run import DeviceChoice
+from trainer.base.system import console
+from trainer.base.system.process import cores, local_rank, spins
 from trainer.runtime.accelerators import ACCELERATORS
-from trainer.system import console
-from trainer.system.process import cores, local_rank, spins
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 """Value of a dtype setting -> torch's dtype."""

@@ -14,14 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer.config import ConfigError, DistributedConfig
+from trainer.base.config import ConfigError, DistributedConfig
+from trainer.base.system import console
+from trainer.base.system.children import require_main_guard
+from trainer.base.system.process import local_rank, node_id
+from trainer.base.system.streams import print_error
 from trainer.runtime import device as devices
 from trainer.runtime.collectives import lift_torch_limit, limit_collectives
 from trainer.runtime.rendezvous import connect, wait_for_all
-from trainer.system import console
-from trainer.system.children import require_main_guard
-from trainer.system.process import local_rank, node_id
-from trainer.system.streams import print_error
 
 T = TypeVar("T")
 

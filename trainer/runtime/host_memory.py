@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from trainer.system.units import GIB
+from trainer.base.system.units import GIB
 
 _PAGE_BYTES = mmap.PAGESIZE
 

@@ -9,8 +9,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from trainer.system.clock import RunningClock
-from trainer.system.console import announce
+from trainer.base.system.clock import RunningClock
+from trainer.base.system.console import announce
 
 LOOPBACK = "127.0.0.1"
 SILENCE_S = 5.0

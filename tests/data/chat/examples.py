@@ -2,7 +2,7 @@
 
 import sentencepiece
 
-from trainer.config import TokenizerConfig
+from trainer.base.config import TokenizerConfig
 from trainer.data.tokenizer.backends import SentencePieceTokenizer, load_tokenizer
 
 DEFAULT = load_tokenizer(TokenizerConfig())

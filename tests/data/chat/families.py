@@ -15,7 +15,7 @@ import trl
 
 from tests.data.chat import published
 from tests.data.chat.examples import DEFAULT
-from trainer.config import TokenizerConfig
+from trainer.base.config import TokenizerConfig
 from trainer.data.chat.format import ChatFormat, load_chat_format
 from trainer.data.chat.template_files import BUILT_IN
 from trainer.data.tokenizer.backends import load_tokenizer

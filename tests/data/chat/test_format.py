@@ -4,7 +4,7 @@ import json
 import pytest
 
 from tests.data.chat.examples import CHATML, CHATML_NAMES, DEFAULT, SYSTEM, TALK, shown
-from trainer.config import ConfigError
+from trainer.base.config import ConfigError
 from trainer.data.chat.conversations import MalformedConversation, PromptCompletion
 from trainer.data.chat.format import ChatFormat, load_chat_format
 from trainer.data.chat.template import TemplateFailure

@@ -13,7 +13,7 @@ from tests.data.chat.examples import DEFAULT
 from tests.data.chat.families import FAMILIES, OTHERS, load, write_folder
 from tests.data.chat.shapes import SHAPES, answer, turns, user
 from tests.data.chat.test_corpus import AS_TEXT, EQUAL, Day, outcome
-from trainer.config import ConfigError, DataConfig, TokenizerConfig
+from trainer.base.config import ConfigError, DataConfig, TokenizerConfig
 from trainer.data.chat.format import ChatFormat, load_chat_format
 from trainer.data.chat.template import TemplateFailure
 from trainer.data.chat.template_files import marking_templates

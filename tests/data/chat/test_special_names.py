@@ -3,7 +3,7 @@
 import pytest
 
 from tests.data.chat.examples import CHATML, DEFAULT, TALK, shown
-from trainer.config import ConfigError
+from trainer.base.config import ConfigError
 from trainer.data.chat.format import ChatFormat, load_chat_format
 from trainer.data.chat.special_names import SpecialNames
 from trainer.data.chat.template import TemplateFailure

@@ -2,7 +2,7 @@ import threading
 
 import pytest
 
-from trainer.config import ConfigError
+from trainer.base.config import ConfigError
 from trainer.data.chat.template import ChatTemplate, Rendering, TemplateFailure
 
 MESSAGES = [{"role": "user", "content": "hi"}]

@@ -4,7 +4,7 @@ import pytest
 
 from tests.data.chat.examples import CHATML, DEFAULT, TALK, train_sentencepiece
 from tests.data.tokenizer.folders import byte_level, save
-from trainer.config import ConfigError, TokenizerConfig
+from trainer.base.config import ConfigError, TokenizerConfig
 from trainer.data.chat.format import ChatFormat, load_chat_format
 from trainer.data.chat.template_files import BUILT_IN, usable_templates
 from trainer.data.tokenizer.backends import load_tokenizer

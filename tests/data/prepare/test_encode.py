@@ -4,7 +4,7 @@ import pytest
 
 from tests.data.chat.examples import CHATML, DEFAULT, TALK
 from tests.data.tokenizer.test_backends import train_sentencepiece
-from trainer.config import DataConfig
+from trainer.base.config import DataConfig
 from trainer.data.prepare.encode import encoder
 from trainer.data.sources.source import InvalidDocument
 from trainer.data.tokenizer.backends import load_tokenizer

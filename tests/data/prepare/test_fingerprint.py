@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from trainer.config import ConfigError
+from trainer.base.config import ConfigError
 from trainer.data.prepare import fingerprint
 from trainer.data.sources.source import Source
 

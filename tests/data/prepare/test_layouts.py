@@ -16,7 +16,7 @@ import pytest
 
 from tests.data.chat.examples import DEFAULT
 from tests.data.sources.helpers import read
-from trainer.config import DataConfig
+from trainer.base.config import DataConfig
 from trainer.data.prepare.encode import encoder
 
 Record = dict[str, Any]

@@ -11,7 +11,7 @@ import pyarrow.parquet
 import pytest
 
 from tests.data.prepare.test_prepare import DEFAULT, prepare
-from trainer.config import ConfigError, DataConfig
+from trainer.base.config import ConfigError, DataConfig
 from trainer.data.store.store import read_description
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from tests.faults.harness import write_corpus
-from trainer.config import ConfigError, DataConfig, TokenizerConfig
+from trainer.base.config import ConfigError, DataConfig, TokenizerConfig
 from trainer.data.datasets import prepare_datasets
 from trainer.data.prepare import fingerprint, tokenize
 from trainer.data.prepare import prepare as prepare_module

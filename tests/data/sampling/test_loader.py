@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
+from trainer.base.config import DataConfig
 from trainer.batch import IGNORE_INDEX
-from trainer.config import DataConfig
 from trainer.data.sampling.loader import BatchPartition, SampleOrder, evaluation_batches, training_batches
 from trainer.data.sampling.mixture import CombinedSamples
 from trainer.data.sampling.packing import pack, read_packing

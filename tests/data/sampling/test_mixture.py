@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from trainer.base.config import ConfigError
 from trainer.batch import Batch
-from trainer.config import ConfigError
 from trainer.data.sampling import loader
 from trainer.data.sampling.loader import SampleOrder
 from trainer.data.sampling.mixture import CombinedSamples, require_unchanged_phases

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from trainer.base.config import ConfigError, DataConfig
 from trainer.batch import IGNORE_INDEX
-from trainer.config import ConfigError, DataConfig
 from trainer.data.sampling.packing import best_fit, pack, read_packing, split_documents
 from trainer.data.sampling.samples import ConcatSamples, PackedSamples
 from trainer.data.store.store import SECOND_START, TokenStore

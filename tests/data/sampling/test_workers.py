@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from tests.conftest import ROOT
-from trainer.config import DataConfig
+from trainer.base.config import DataConfig
 from trainer.data.sampling import workers
 from trainer.data.sampling.loader import BatchPartition, SampleOrder, evaluation_batches, training_batches
 from trainer.data.sampling.phases import parse_mixture

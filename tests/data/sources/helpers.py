@@ -5,7 +5,7 @@ import os
 import pytest
 
 from tests.data.chat.examples import DEFAULT
-from trainer.config import ConfigError, DataConfig
+from trainer.base.config import ConfigError, DataConfig
 from trainer.data.sources import BadDocument, Source, open_source
 
 

@@ -10,8 +10,8 @@ import pyarrow.parquet
 import pytest
 
 from tests.data.sources.helpers import error_of, messages, read
-from trainer.config import ConfigError
-from trainer.config.load import load_config
+from trainer.base.config import ConfigError
+from trainer.base.config.load import load_config
 from trainer.data.sources import records
 
 CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"x": 1}}}]}

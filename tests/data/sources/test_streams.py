@@ -9,7 +9,7 @@ import pytest
 import zstandard
 
 from tests.data.sources.helpers import messages, open_dataset, read
-from trainer.config import ConfigError, packages
+from trainer.base.config import ConfigError, packages
 from trainer.data.sources.streams import open_stream
 
 TEXT = "".join(f'{{"text": "document {i}"}}\n' for i in range(5000))

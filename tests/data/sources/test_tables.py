@@ -9,7 +9,7 @@ import pyarrow.parquet
 import pytest
 
 from tests.data.sources.helpers import error_of, messages, open_dataset, read
-from trainer.config import ConfigError, packages
+from trainer.base.config import ConfigError, packages
 from trainer.data.sources import BadDocument
 
 TEXTS = [f"row {i} ünï" for i in range(1000)]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.data.sources.helpers import messages, open_dataset, read
-from trainer.config import DataConfig, TokenizerConfig
+from trainer.base.config import DataConfig, TokenizerConfig
 from trainer.data.sources import open_source
 from trainer.data.sources.json_records import _parse
 from trainer.data.sources.source import InvalidDocument, Span

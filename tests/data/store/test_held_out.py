@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.data.chat.examples import DEFAULT
-from trainer.config import DataConfig, TokenizerConfig
+from trainer.base.config import DataConfig, TokenizerConfig
 from trainer.data.build import open_datasets
 from trainer.data.datasets import prepare_datasets
 from trainer.data.store.held_out import first_held_out, open_splits

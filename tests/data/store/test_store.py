@@ -9,7 +9,7 @@ import pytest
 
 from tests.data.prepare.test_prepare import DEFAULT, documents, prepare, text_dataset
 from tests.faults.harness import write_corpus
-from trainer.config import ConfigError, DataConfig, TokenizerConfig
+from trainer.base.config import ConfigError, DataConfig, TokenizerConfig
 from trainer.data.prepare import tokenize
 from trainer.data.store import store as store_module
 from trainer.data.store.store import ConcatArray, Encoded, check_content, open_store, read_description

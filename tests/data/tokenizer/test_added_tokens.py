@@ -3,7 +3,7 @@
 import pytest
 
 from tests.data.chat.examples import DEFAULT
-from trainer.config import ConfigError, TokenizerConfig
+from trainer.base.config import ConfigError, TokenizerConfig
 from trainer.data.chat.format import load_chat_format
 from trainer.data.tokenizer.backends import load_tokenizer
 

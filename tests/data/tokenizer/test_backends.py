@@ -10,8 +10,8 @@ import sentencepiece
 import tokenizers
 
 from tests.data.random_text import random_documents
-from trainer.config import ConfigError, TokenizerConfig, packages
-from trainer.config.load import load_config
+from trainer.base.config import ConfigError, TokenizerConfig, packages
+from trainer.base.config.load import load_config
 from trainer.data.chat.format import load_chat_format
 from trainer.data.sources import open_source
 from trainer.data.tokenizer import byte_pair

@@ -8,8 +8,8 @@ import tokenizers
 from tiktoken_ext import openai_public
 
 from tests.data.random_text import random_documents
-from trainer.config import ConfigError, TokenizerConfig
-from trainer.config.load import load_config
+from trainer.base.config import ConfigError, TokenizerConfig
+from trainer.base.config.load import load_config
 from trainer.data.tokenizer.backends import DEFAULT_FILE, load_tokenizer
 from trainer.data.tokenizer.byte_pair import PATTERNS
 

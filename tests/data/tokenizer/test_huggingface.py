@@ -7,7 +7,7 @@ from tokenizers import AddedToken, processors
 
 from tests.data.tokenizer import folders
 from tests.data.tokenizer.folders import save, special
-from trainer.config import ConfigError, DataConfig, TokenizerConfig
+from trainer.base.config import ConfigError, DataConfig, TokenizerConfig
 from trainer.data.chat.format import load_chat_format
 from trainer.data.prepare.encode import encoder
 from trainer.data.tokenizer.backends import load_tokenizer

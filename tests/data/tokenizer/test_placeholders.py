@@ -9,7 +9,7 @@ from tokenizers import AddedToken, normalizers
 
 from tests.data.tokenizer import folders
 from tests.data.tokenizer.folders import save, special
-from trainer.config import TokenizerConfig
+from trainer.base.config import TokenizerConfig
 from trainer.data.chat.conversations import PromptCompletion
 from trainer.data.chat.format import ChatFormat, load_chat_format
 from trainer.data.chat.template import TemplateFailure

@@ -11,7 +11,7 @@ from sentencepiece.sentencepiece_model_pb2 import ModelProto
 
 from tests.data.random_text import SCRIPTS, random_documents
 from tests.data.tokenizer.test_backends import train_sentencepiece
-from trainer.config import ConfigError
+from trainer.base.config import ConfigError
 from trainer.data.tokenizer.backends import load_tokenizer
 
 LLAMA = dict(

@@ -3,7 +3,7 @@ import json
 import pytest
 
 from tests.data.chat.examples import CHATML_NAMES, DEFAULT
-from trainer.config import ConfigError
+from trainer.base.config import ConfigError
 from trainer.data.chat.template_files import BUILT_IN
 from trainer.data.tokenizer.special_tokens import missing_special_tokens, remap_reserved
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.data.random_text import random_documents
-from trainer.checkpoint.tokenizer_files import load_hf_tokenizer
-from trainer.config import ConfigError, TokenizerConfig
+from trainer.base.config import ConfigError, TokenizerConfig
+from trainer.checkpoint.formats.tokenizer_files import load_hf_tokenizer
 from trainer.data.chat.format import ChatFormat
 from trainer.data.tokenizer.backends import DEFAULT_FILE, load_tokenizer
 from trainer.data.tokenizer.byte_pair import PATTERNS

@@ -10,13 +10,13 @@ from pathlib import Path
 from unittest import mock
 
 from tests.training_runs import trainer_from
-from trainer.config import MetricsConfig, TrainingConfig
+from trainer.base.config import MetricsConfig, TrainingConfig
+from trainer.base.system.files import read_json_lines
 from trainer.resilience.guard import StabilityGuard
 from trainer.run.sinks import delivery
 from trainer.run.sinks.delivery import Delivery
 from trainer.run.sinks.local import JsonLines
 from trainer.run.sinks.sink import LoggedRun, scalars
-from trainer.system.files import read_json_lines
 from trainer.trainer import Trainer
 
 STEPS = 20

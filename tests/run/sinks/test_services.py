@@ -19,13 +19,13 @@ import pytest
 from tests.conftest import ROOT
 from tests.run.sinks.runs import FLAGS, STEPS, logged_run, opened, record, recorded, train, wait_for
 from tests.training_runs import combine, in_folder
-from trainer.config import ConfigError, MetricsConfig
-from trainer.config.load import load_config
-from trainer.config.packages import is_installed
+from trainer.base.config import ConfigError, MetricsConfig
+from trainer.base.config.load import load_config
+from trainer.base.config.packages import is_installed
 from trainer.run.sinks import services
 from trainer.run.sinks.delivery import HistoryLost
 from trainer.run.sinks.services import MLflow, Trackio, Wandb, require_access
-from trainer.testing.ranks import RankError
+from trainer.tools.testing.ranks import RankError
 
 
 def curves_of(rows):
@@ -415,7 +415,7 @@ def test_a_server_of_mlflow_that_is_killed_and_restarted_gets_all_values(tmp_pat
 
 @pytest.mark.parametrize("name", SERVICES)
 def test_an_absent_package_is_one_line_before_the_run_starts(tiny, monkeypatch, name):
-    monkeypatch.setattr("trainer.config.required_files.is_installed", lambda package: False)
+    monkeypatch.setattr("trainer.base.config.required_files.is_installed", lambda package: False)
     with pytest.raises(ConfigError) as error:
         load_config([*tiny, "--metrics.sinks", f"jsonl,{name}"])
     assert str(error.value) == (

@@ -18,7 +18,7 @@ from tensorboard.plugins.custom_scalar import layout_pb2
 from tests.run.sinks.runs import FLAGS, STEPS, logged_run, opened, record, recorded, train, wait_for
 from tests.training_runs import combine, in_folder
 from trainer.run.sinks.tensorboard import CHARTS, TensorBoard
-from trainer.testing.ranks import RankError
+from trainer.tools.testing.ranks import RankError
 
 SINKS = ["--metrics.sinks", "console,jsonl,tensorboard"]
 LOADERS = {"default": "auto", "slow": "false"}

@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainer.config.schema.data import MESSAGE_COLUMNS
+from trainer.base.config.schema.data import MESSAGE_COLUMNS
+from trainer.base.system.spelling import did_you_mean
 from trainer.data.chat.fields import REASONING, is_absent, unused
 from trainer.data.chat.layouts import (
     QUESTIONS,
@@ -16,7 +17,6 @@ from trainer.data.chat.layouts import (
     unknown_layout,
 )
 from trainer.data.tokenizer.protocol import has_lone_surrogate
-from trainer.system.spelling import did_you_mean
 
 ROLES = ("system", "user", "assistant", "tool")
 _SHAREGPT_ROLES = {

@@ -4,7 +4,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from trainer.config.schema.data import MESSAGE_LISTS
+from trainer.base.config.schema.data import MESSAGE_LISTS
 
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names of the field with the reasoning of an answer. transformers passes it to templates as reasoning_content and thinking."""

@@ -13,7 +13,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from trainer.config import ConfigError
+from trainer.base.config import ConfigError
 from trainer.data.chat.answers import Turn, locate_answers
 from trainer.data.chat.conversations import Message, PromptCompletion, parse_conversation
 from trainer.data.chat.fields import without

@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from trainer.config.schema.data import DOCUMENT_COLUMNS, MESSAGE_COLUMNS, MESSAGE_LISTS
+from trainer.base.config.schema.data import DOCUMENT_COLUMNS, MESSAGE_COLUMNS, MESSAGE_LISTS
+from trainer.base.system.spelling import did_you_mean, listed
 from trainer.data.chat.fields import is_absent
-from trainer.system.spelling import did_you_mean, listed
 
 QUESTIONS = {"instruction": "output", "question": "answer"}
 """Field with the text of the user -> field with the text of the assistant. `input` continues an instruction."""

@@ -28,8 +28,8 @@ from jinja2.filters import sync_do_join
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from trainer.base.system.signals import STOP_SIGNALS
 from trainer.data.chat.traced import BEGIN, END, TEMPLATE, UNKNOWN, Traced, join, literal, origins_of, to_json, trace
-from trainer.system.signals import STOP_SIGNALS
 
 BEGIN_MARK, END_MARK = "generation_begins", "generation_ends"
 """Template variables whose text is written before and after the body of {% generation %}."""

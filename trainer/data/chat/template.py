@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer.config import ConfigError
+from trainer.base.config import ConfigError
 from trainer.data.chat import sandbox
 from trainer.data.chat.template_files import SETTING
 

@@ -6,13 +6,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from trainer.config import ConfigError
-from trainer.config.model_source import TEMPLATE_FILES, template_file
+from trainer.base.config import ConfigError
+from trainer.base.config.model_source import TEMPLATE_FILES, template_file
+from trainer.base.system.files import TooLarge, parse_json_object, read_json_object, read_limited
+from trainer.base.system.model_folder import folder_problem, pointer_problem
+from trainer.base.system.paths import unreadable
+from trainer.base.system.spelling import did_you_mean, similar_path
 from trainer.data.tokenizer.special_tokens import SPECIAL_LOOKING
-from trainer.system.files import TooLarge, parse_json_object, read_json_object, read_limited
-from trainer.system.model_folder import folder_problem, pointer_problem
-from trainer.system.paths import unreadable
-from trainer.system.spelling import did_you_mean, similar_path
 
 SETTING = "data.chat_template"
 _FOLDER = Path(__file__).with_name("templates")

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from trainer.config import DataConfig
+from trainer.base.config import DataConfig
 from trainer.data.chat.format import ChatFormat, load_chat_format
 from trainer.data.chat.layouts import MalformedConversation, UnknownLayout, absent_columns, missing_columns, renamed
 from trainer.data.chat.pairs import parse_preference

@@ -10,11 +10,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
-from trainer.config import ConfigError
+from trainer.base.config import ConfigError
+from trainer.base.system import console
+from trainer.base.system.files import digest_of, temporary_path
+from trainer.base.system.paths import unreadable
 from trainer.data.sources import Source
-from trainer.system import console
-from trainer.system.files import digest_of, temporary_path
-from trainer.system.paths import unreadable
 
 _RECENT_S = 2.0
 """A file that changed within this time before it was hashed may change again without a new change time, because file systems

@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from trainer.config import ConfigError, DataConfig
+from trainer.base.config import ConfigError, DataConfig
 from trainer.data.sources import BadDocument
 
 _SHOWN = 3

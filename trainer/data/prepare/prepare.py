@@ -14,7 +14,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from trainer.config import ConfigError, DataConfig, TokenizerConfig
+from trainer.base.config import ConfigError, DataConfig, TokenizerConfig
+from trainer.base.system import console
+from trainer.base.system.files import HashingFile, atomic_folder, file_lock
+from trainer.base.system.spelling import counted
 from trainer.data.chat.format import ChatFormat
 from trainer.data.prepare import fingerprint, tokenize
 from trainer.data.prepare.encode import CHAT_DATASETS, COLUMNS, chat_format
@@ -33,9 +36,6 @@ from trainer.data.store.store import (
     write_description,
 )
 from trainer.data.tokenizer.protocol import Tokenizer
-from trainer.system import console
-from trainer.system.files import HashingFile, atomic_folder, file_lock
-from trainer.system.spelling import counted
 
 
 def prepare(

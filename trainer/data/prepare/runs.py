@@ -20,10 +20,10 @@ from typing import BinaryIO
 
 import numpy as np
 
+from trainer.base.system.files import HashingFile, atomic_write, digest_of, read_json_object
 from trainer.data.sampling.permutation import hash_index
 from trainer.data.sources import BadDocument
 from trainer.data.store.store import SPLITS, Encoded
-from trainer.system.files import HashingFile, atomic_write, digest_of, read_json_object
 
 _FILES = ("runs", "bad_documents")
 _RUN_TOKENS = 2**24

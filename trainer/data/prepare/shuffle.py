@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from trainer.base.system.files import HashingFile
 from trainer.data.prepare.runs import Chunk, RunReader, chunk_file
-from trainer.system.files import HashingFile
 
 _WINDOW_BYTES = 2**27
 _MAX_WINDOW_BYTES = 2**30

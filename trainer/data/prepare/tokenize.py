@@ -15,7 +15,11 @@ from pathlib import Path
 
 import numpy as np
 
-from trainer.config import ConfigError, DataConfig, TokenizerConfig
+from trainer.base.config import ConfigError, DataConfig, TokenizerConfig
+from trainer.base.system.children import children_ignore_signals, exit_with_parent, for_pool
+from trainer.base.system.console import progress
+from trainer.base.system.paths import unreadable
+from trainer.base.system.process import cores, detach_signals
 from trainer.data.prepare.encode import encoder
 from trainer.data.prepare.limits import Counts, allowed_bad_documents, check_number
 from trainer.data.prepare.runs import Chunk, chunk_file, read_bad_documents, read_chunk, write_chunk
@@ -23,10 +27,6 @@ from trainer.data.sources import BadDocument, Document, Source, Span
 from trainer.data.store.store import Encoded, token_dtype
 from trainer.data.tokenizer.backends import load_tokenizer
 from trainer.data.tokenizer.protocol import Tokenizer
-from trainer.system.children import children_ignore_signals, exit_with_parent, for_pool
-from trainer.system.console import progress
-from trainer.system.paths import unreadable
-from trainer.system.process import cores, detach_signals
 
 CHUNK_BYTES = 4 * 2**20
 _MAX_CHUNK_BYTES = 2**28

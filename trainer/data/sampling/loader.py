@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trainer.base.config import DataConfig
 from trainer.batch import Batch
-from trainer.config import DataConfig
 from trainer.data.sampling.permutation import permute
 from trainer.data.sampling.phases import PERIOD, MixturePhase
 from trainer.data.sampling.samples import Samples

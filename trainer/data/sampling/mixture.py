@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from trainer.base.config import ConfigError
 from trainer.batch import Batch
-from trainer.config import ConfigError
 from trainer.data.sampling.phases import KEY, MixturePhase
 from trainer.data.sampling.samples import Samples
 

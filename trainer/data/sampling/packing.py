@@ -7,11 +7,11 @@ from pathlib import Path
 
 import numpy as np
 
-from trainer.config import ConfigError, DataConfig
+from trainer.base.config import ConfigError, DataConfig
+from trainer.base.system import console
+from trainer.base.system.files import atomic_folder, read_json_object
+from trainer.base.system.spelling import counted
 from trainer.data.store.store import SECOND_START, TokenStore
-from trainer.system import console
-from trainer.system.files import atomic_folder, read_json_object
-from trainer.system.spelling import counted
 
 VERSION = 2
 _COUNTS = ("documents", "spans", "truncated_or_dropped", "without_target", "samples", "positions")

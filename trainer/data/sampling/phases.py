@@ -6,9 +6,9 @@ from functools import cached_property
 
 import numpy as np
 
-from trainer.config import ConfigError
+from trainer.base.config import ConfigError
+from trainer.base.system.spelling import did_you_mean
 from trainer.data.sampling.packing import concatenated_ranges
-from trainer.system.spelling import did_you_mean
 
 PERIOD = 10_000
 """Number of samples over which the weights hold exactly. Weights are rounded to multiples of 1 / PERIOD."""

@@ -18,11 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trainer.base.system.children import exit_with_parent, for_pool
+from trainer.base.system.files import describe
+from trainer.base.system.process import detach_signals
 from trainer.batch import Batch
 from trainer.data.sampling.samples import Samples
-from trainer.system.children import exit_with_parent, for_pool
-from trainer.system.files import describe
-from trainer.system.process import detach_signals
 
 _START_METHOD = "fork" if sys.platform == "linux" else None
 """A forked process shares the memory maps of the samples. Other processes get a copy of the tokens."""

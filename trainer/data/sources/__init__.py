@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from trainer.config import DataConfig
+from trainer.base.config import DataConfig
 from trainer.data.sources import records, text, tokens
 from trainer.data.sources.files import require_distinct
 from trainer.data.sources.source import BadDocument, Document, Source, Span

@@ -6,15 +6,15 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-from trainer.config import ConfigError, DataConfig
-from trainer.config.schema.data import DOCUMENT_COLUMNS, MESSAGE_LISTS
+from trainer.base.config import ConfigError, DataConfig
+from trainer.base.config.schema.data import DOCUMENT_COLUMNS, MESSAGE_LISTS
+from trainer.base.system.spelling import counted, listed
 from trainer.data.sources.contents import HEAD_BYTES, recognize, recognize_json
 from trainer.data.sources.files import with_compressed
 from trainer.data.sources.source import BadDocument, Document, InvalidDocument, Span, too_long
 from trainer.data.sources.streams import BrokenStream, ends_in, open_stream
 from trainer.data.sources.text_field import extractor, no_column_error
 from trainer.data.tokenizer.protocol import has_lone_surrogate
-from trainer.system.spelling import counted, listed
 
 T = TypeVar("T")
 

@@ -3,12 +3,12 @@
 import os
 from typing import Any
 
-from trainer.config import ConfigError, DataConfig
-from trainer.config.packages import require_package
+from trainer.base.config import ConfigError, DataConfig
+from trainer.base.config.packages import require_package
+from trainer.base.system.files import read_json_object
+from trainer.base.system.spelling import did_you_mean, similar_path
 from trainer.data.sources.files import describe_folder
 from trainer.data.sources.tables import first_line
-from trainer.system.files import read_json_object
-from trainer.system.spelling import did_you_mean, similar_path
 
 
 def is_saved(path: str) -> bool:

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from trainer.config import ConfigError
+from trainer.base.config import ConfigError
+from trainer.base.system import console
+from trainer.base.system.paths import Remarks, expand, split_pattern, unreadable, walk
+from trainer.base.system.spelling import counted, similar_path
 from trainer.data.sources.contents import advice_for, ending_of, list_endings
 from trainer.data.sources.streams import COMPRESSED, ends_in, is_compressed
-from trainer.system import console
-from trainer.system.paths import Remarks, expand, split_pattern, unreadable, walk
-from trainer.system.spelling import counted, similar_path
 
 MANIFEST = ".manifest"
 

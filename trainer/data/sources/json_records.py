@@ -8,15 +8,15 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-from trainer.config import ConfigError, DataConfig
-from trainer.config.schema.data import MESSAGE_LISTS
+from trainer.base.config import ConfigError, DataConfig
+from trainer.base.config.schema.data import MESSAGE_LISTS
+from trainer.base.system.spelling import counted
 from trainer.data.sources.contents import HEAD_BYTES, recognize, recognize_table
 from trainer.data.sources.files import with_compressed
 from trainer.data.sources.json_array import BrokenArray, is_array, read_array
 from trainer.data.sources.source import BadDocument, Document, InvalidDocument, Span, too_long
 from trainer.data.sources.streams import BrokenStream, ends_in, is_compressed, open_stream
 from trainer.data.sources.text_field import extractor
-from trainer.system.spelling import counted
 
 T = TypeVar("T")
 

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from trainer.config import ConfigError, DataConfig
-from trainer.config.packages import require_package
+from trainer.base.config import ConfigError, DataConfig
+from trainer.base.config.packages import require_package
+from trainer.base.system.files import folder_error
+from trainer.base.system.paths import is_dataset_name
 from trainer.data.sources.contents import HEAD_BYTES, recognize
 from trainer.data.sources.csv_records import CSV_ENDINGS, CsvRecords
 from trainer.data.sources.datasets_library import cached_files, is_saved, saved_files
@@ -17,8 +19,6 @@ from trainer.data.sources.json_records import JSON_ENDINGS, JsonRecords
 from trainer.data.sources.source import BadDocument, Document, Reader, Source, Span
 from trainer.data.sources.streams import ends_in
 from trainer.data.sources.tables import arrow_tables, parquet_tables
-from trainer.system.files import folder_error
-from trainer.system.paths import is_dataset_name
 
 T = TypeVar("T")
 

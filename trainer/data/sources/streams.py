@@ -5,7 +5,7 @@ import zlib
 from collections.abc import Callable
 from typing import Any, BinaryIO
 
-from trainer.config.packages import require_package
+from trainer.base.config.packages import require_package
 
 COMPRESSED = (".gz", ".zst")
 _READ_BYTES = 2048

@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from trainer.config import ConfigError, DataConfig
-from trainer.config.packages import require_package
+from trainer.base.config import ConfigError, DataConfig
+from trainer.base.config.packages import require_package
 from trainer.data.sources.contents import ARROW_FILE, HEAD_BYTES, recognize, recognize_json
 from trainer.data.sources.source import BadDocument, Document, InvalidDocument, Span, too_long
 from trainer.data.sources.text_field import no_column_error

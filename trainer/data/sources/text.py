@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from trainer.config import DataConfig
+from trainer.base.config import DataConfig
 from trainer.data.sources.contents import LFS_POINTER, UTF_16, recognize
 from trainer.data.sources.files import find_files, with_compressed
 from trainer.data.sources.source import BadDocument, InvalidDocument, Source, Span, too_long

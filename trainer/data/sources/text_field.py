@@ -4,10 +4,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from trainer.config import ConfigError
+from trainer.base.config import ConfigError
+from trainer.base.system.spelling import did_you_mean, listed
 from trainer.data.sources.source import Document, InvalidDocument
 from trainer.data.tokenizer.protocol import has_lone_surrogate
-from trainer.system.spelling import did_you_mean, listed
 
 _TYPE_NAMES = {
     dict: "an object", list: "a list", str: "a string", bool: "a boolean", int: "a number", float: "a number",

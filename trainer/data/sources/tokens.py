@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from trainer.config import ConfigError, DataConfig
+from trainer.base.config import ConfigError, DataConfig
 from trainer.data.sources.files import find_files
 from trainer.data.sources.source import BadDocument, Source, Span, too_long
 from trainer.data.sources.streams import ends_in

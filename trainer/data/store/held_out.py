@@ -10,9 +10,9 @@ from pathlib import Path
 
 import numpy as np
 
-from trainer.config import DataConfig
+from trainer.base.config import DataConfig
+from trainer.base.system.files import digest
 from trainer.data.store.store import TokenStore, open_store
-from trainer.system.files import digest
 
 _MAX_DOCUMENTS = 10_000
 """Number of documents up to which a store has few documents. They are compared with each other at each start."""

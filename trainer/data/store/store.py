@@ -15,10 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from trainer.config import ConfigError, DataConfig
-from trainer.data.tokenizer.protocol import Tokenizer
-from trainer.system import console
-from trainer.system.files import (
+from trainer.base.config import ConfigError, DataConfig
+from trainer.base.system import console
+from trainer.base.system.files import (
     HashingFile,
     atomic_folder,
     digest,
@@ -27,8 +26,9 @@ from trainer.system.files import (
     is_temporary,
     read_json_object,
 )
-from trainer.system.paths import Remarks, expand, split_pattern, unreadable
-from trainer.system.spelling import counted
+from trainer.base.system.paths import Remarks, expand, split_pattern, unreadable
+from trainer.base.system.spelling import counted
+from trainer.data.tokenizer.protocol import Tokenizer
 
 VERSION = 3
 SPLITS = ("train", "held_out")

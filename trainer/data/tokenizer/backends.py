@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import sentencepiece
 
-from trainer.config import ConfigError, TokenizerConfig
+from trainer.base.config import ConfigError, TokenizerConfig
+from trainer.base.system.model_folder import folder_problem, pointer_problem
 from trainer.data.tokenizer import sentencepiece_json
 from trainer.data.tokenizer.added_tokens import WithAddedTokens
 from trainer.data.tokenizer.byte_pair import LONGEST_RUN, LONGEST_TEXT, PATTERNS, byte_pair_encoding, short_pieces
@@ -18,7 +19,6 @@ from trainer.data.tokenizer.huggingface import HuggingFaceTokenizer
 from trainer.data.tokenizer.protocol import Tokenizer, content_fingerprint, piece_bytes
 from trainer.data.tokenizer.special_tokens import remap_reserved
 from trainer.data.tokenizer.tekken import TekkenTokenizer
-from trainer.system.model_folder import folder_problem, pointer_problem
 
 DEFAULT_FILE = Path(__file__).with_name("default.tiktoken")
 """Path of the default tiktoken file. scripts/train_tokenizer.py trained it on the Python standard library."""

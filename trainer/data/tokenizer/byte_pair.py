@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 
 import tiktoken
 
-from trainer.config import ConfigError
-from trainer.system.spelling import did_you_mean
+from trainer.base.config import ConfigError
+from trainer.base.system.spelling import did_you_mean
 
 # In Llama 3: contractions, words, up to three digits, punctuation, spaces.
 LLAMA3_PATTERN = (

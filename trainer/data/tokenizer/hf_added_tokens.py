@@ -6,9 +6,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from trainer.config import ConfigError
+from trainer.base.config import ConfigError
+from trainer.base.system.files import read_json_object
 from trainer.data.tokenizer.special_tokens import looks_special
-from trainer.system.files import read_json_object
 
 _FIELDS = ("content", "lstrip", "rstrip", "normalized", "single_word", "special")
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")

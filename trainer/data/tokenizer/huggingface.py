@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from trainer.config import ConfigError
-from trainer.config.packages import require_package
+from trainer.base.config import ConfigError
+from trainer.base.config.packages import require_package
 from trainer.data.tokenizer.hf_added_tokens import (
     add_configured_tokens,
     json_object,

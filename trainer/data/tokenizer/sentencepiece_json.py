@@ -9,7 +9,7 @@ import importlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from trainer.config import ConfigError
+from trainer.base.config import ConfigError
 from trainer.data.tokenizer.hf_json import SPECIAL_TOKEN_FLAGS, prepend_bos
 
 if TYPE_CHECKING:

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Collection, Mapping
 
-from trainer.config import ConfigError
+from trainer.base.config import ConfigError
 
 SPECIAL_LOOKING = r"<[|\uff5c][^\s<>|\uff5c]{1,60}[|\uff5c]>|</?s>|<[be]os>|<(?:start|end)_of_turn>"
 """Pattern of names that are treated as special tokens in every template, such as <|im_start|>, <s> and <start_of_turn>."""

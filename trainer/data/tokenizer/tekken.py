@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from trainer.config import ConfigError
+from trainer.base.config import ConfigError
+from trainer.base.system.files import parse_json_object
 from trainer.data.tokenizer.byte_pair import LONGEST_RUN, LONGEST_TEXT, byte_pair_encoding, short_pieces
 from trainer.data.tokenizer.hf_json import json_files, tokenizer_json
 from trainer.data.tokenizer.protocol import Tokenizer, content_fingerprint
 from trainer.data.tokenizer.special_tokens import remap_reserved
-from trainer.system.files import parse_json_object
 
 # Special tokens of the first version, whose files do not list them.
 _FIRST_SPECIAL_TOKENS = (

@@ -8,9 +8,9 @@ from typing import Any, BinaryIO, Protocol
 
 import xxhash
 
+from trainer.base.system import console
+from trainer.base.system.files import atomic_write, digest, is_moved, parse_json_object, read_json_object
 from trainer.run.sinks.sink import METRICS_FILE, LoggedRun, Sink
-from trainer.system import console
-from trainer.system.files import atomic_write, digest, is_moved, parse_json_object, read_json_object
 
 _CLOSE_S = 30.0
 """Maximum time that the end of a run waits for all services together."""

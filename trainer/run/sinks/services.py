@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from trainer.config import ConfigError, MetricsConfig
+from trainer.base.config import ConfigError, MetricsConfig
+from trainer.base.system import console
 from trainer.run.sinks.delivery import HistoryLost, first_line
 from trainer.run.sinks.sink import LoggedRun, scalars, texts, timestamp_s
-from trainer.system import console
 
 _UNUSABLE_RUN = ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE")
 """Error codes of MLflow for a run that is unknown, deleted, or whose id has the form of another server."""

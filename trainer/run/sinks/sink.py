@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import tomli
 
-from trainer.config import MetricsConfig, TrainingConfig
+from trainer.base.config import MetricsConfig, TrainingConfig
 
 METRICS_FILE = "metrics.jsonl"
 _NOT_PLOTTED = ("step", "timestamp_s", "first_step", "global_batch_size", "cursor", "tokens_seen", "epochs_seen")

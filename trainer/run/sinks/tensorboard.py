@@ -8,8 +8,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from trainer.base.system.files import is_moved
 from trainer.run.sinks.sink import LoggedRun, code_block, scalars, texts, timestamp_s
-from trainer.system.files import is_moved
 
 CHARTS = {
     "losses": {

@@ -1,0 +1,548 @@
+"""Settings from files and the command line, and the error line of each mistake."""
+
+import re
+import subprocess
+import sys
+import typing
+
+import pytest
+
+from tests.conftest import ROOT
+from trainer.base.config import Config, ConfigError
+from trainer.base.config.fields import settings
+from trainer.base.config.load import load_config
+from trainer.base.config.render import help_text, settings_as_markdown, to_toml
+from trainer.base.config.toml_text import toml_value
+
+DEBUG = str(ROOT / "train_configs" / "debug.toml")
+
+
+def error_of(argv) -> str:
+    with pytest.raises(ConfigError) as error:
+        load_config(argv)
+    text = str(error.value)
+    assert "\n" not in text
+    return text
+
+
+COMMAND_LINES = {
+    "--activation_checkpoint.save matmuls,atention": (
+        "--activation_checkpoint.save matmuls,atention: expected a list of matmuls | attention | reduce_scatters | exchanges; "
+        "did you mean 'attention'?"
+    ),
+    "--model.name lama3": (
+        "--model.name lama3: expected one of llama2, llama3, llama3.1, llama3.2, qwen2.5, qwen3, mistral, ministral3, "
+        "smollm3, olmo2, olmo3, granite3, gemma2, gemma3, phi, mixtral, olmoe, qwen3-moe, deepseek-v3, gpt-oss; "
+        "did you mean 'llama3'?"
+    ),
+    "--metrics.sinks jsonl,jsonl": "--metrics.sinks jsonl,jsonl: names jsonl twice",
+    "--metrics.sinks=": (
+        "--metrics.sinks : expected a list of console | jsonl | tensorboard | wandb | mlflow | trackio"
+    ),
+    "--activation_checkpoint.mode ful": (
+        "--activation_checkpoint.mode ful: expected one of none, full, selective, budget; did you mean 'full'?"
+    ),
+    "--activation_checkpoint.memory_budget 1.5": "--activation_checkpoint.memory_budget 1.5: must be at most 1",
+    "--activation_checkpoint.every_n_blocks 0": "--activation_checkpoint.every_n_blocks 0: must be at least 1",
+    "--parallel.pipeline_schedule 1f1b": (
+        "--parallel.pipeline_schedule 1f1b: expected one of GPipe, 1F1B, Interleaved1F1B, LoopedBFS, InterleavedZeroBubble, "
+        "ZBVZeroBubble, DualPipeV; did you mean '1F1B'?"
+    ),
+    "--parallel.tp 0": "--parallel.tp 0: must be at least 1",
+    "--training.stpes 5": "--training.stpes: unknown setting; did you mean '--training.steps'?",
+    "--trainin.steps 5": "--trainin.steps: unknown setting; did you mean '--training.steps'?",
+    "--steps 5": "--steps: unknown setting; did you mean '--training.steps'?",
+    "--lr 1e-4": "--lr: unknown setting; did you mean '--optimizer.lr'?",
+    "--qqqq 5": "--qqqq: unknown setting",
+    "--training 5": "--training: unknown setting; did you mean '--training.steps'?",
+    "--training.steps.x 5": "--training.steps.x: unknown setting; did you mean '--training.steps'?",
+    "--confg x.toml": "--confg: unknown setting; did you mean '--config'?",
+    "--dryrun": "--dryrun: unknown setting; did you mean '--dry-run'?",
+    "--dry_run": "--dry_run: unknown setting; did you mean '--dry-run'?",
+    "--dry-run=true": "--dry-run: takes no value",
+    "--print-confg 1": "--print-confg: unknown setting; did you mean '--print-config'?",
+    "steps=5": "steps=5: unexpected argument; did you mean '--training.steps'?",
+    "-training.steps 5": "-training.steps: unexpected argument; did you mean '--training.steps'?",
+    "-- 5": "--: unexpected argument; write settings as --section.key value",
+    "--training.steps": "--training.steps: expects a value",
+    "--training.steps --run.seed 1": "--training.steps: expects a value",
+    "--config": "--config: expects a value",
+    "--training.steps 1e3": "--training.steps 1e3: expected an integer; write 1000",
+    "--training.steps 5.0": "--training.steps 5.0: expected an integer; write 5",
+    "--training.steps=": "--training.steps : expected an integer",
+    "--training.steps 0": "--training.steps 0: must be at least 1",
+    "--training.steps -5": "--training.steps -5: must be at least 1",
+    "--training.steps none": "--training.steps none: expected an integer",
+    "--training.steps 5 --training.steps 6": "--training.steps 6: --training.steps is given twice, first as 5; give it once",
+    "--training.batch_schedule 64": (
+        "--training.batch_schedule is a table: set one of its entries with --training.batch_schedule.NAME VALUE"
+    ),
+    "--training.batch_schedule.09 64": (
+        "--training.batch_schedule.09 64: '09' must be the number of completed steps after which the size changes, such as 1000"
+    ),
+    "--training.batch_schedule.0 64": (
+        "--training.batch_schedule.0 64: '0' must be the number of completed steps after which the size changes, such as 1000"
+    ),
+    "--training.batch_schedule.9 0": "--training.batch_schedule.9 0: must be at least 1",
+    "--training.batch_schedule.9 many": "--training.batch_schedule.9 many: expected an integer",
+    "--training.batch_schedule.9 32": (
+        "--training.batch_schedule.9 32: must differ from the size of the steps before, 32"
+    ),
+    "--training.batch_schedule.9 64 --training.batch_schedule.20 64": (
+        "--training.batch_schedule.20 64: must differ from the size of the steps before, 64"
+    ),
+    "--training.batch_schedule.9 64 --training.steps 9": (
+        "--training.batch_schedule.9 64: no step would have this size, because the run ends after [training] steps = 9"
+    ),
+    "--rampup-batch-size 64": (
+        "--rampup-batch-size: unknown setting; use '--training.batch_schedule': each size with the number of steps before it"
+    ),
+    "--optimizer.lr fast": "--optimizer.lr fast: expected a number",
+    "--optimizer.lr 0": "--optimizer.lr 0: must be above 0",
+    "--optimizer.lr nan": "--optimizer.lr nan: must be finite",
+    "--run.seed 1" + 400 * "0": "--run.seed 1" + 400 * "0" + ": must be at most 9223372036854775807",
+    "--optimizer.lr inf": "--optimizer.lr inf: must be finite",
+    "--optimizer.betas 0.9": "--optimizer.betas 0.9: expected a list of 2 numbers",
+    "--optimizer.betas 0.9,high": "--optimizer.betas 0.9,high: expected a list of 2 numbers",
+    "--optimizer.betas 0.9,1.5": "--optimizer.betas 0.9,1.5: must be at most 0.999999",
+    "--optimizer.name adam": "--optimizer.name adam: expected one of adamw, muon; did you mean 'adamw'?",
+    "--training.max_norm 0": "--training.max_norm 0: must be above 0",
+    "--training.max_norm off": "--training.max_norm off: expected a number or none; write none",
+    "--checkpoint.enabled yes": "--checkpoint.enabled yes: expected true or false; write true",
+    "--checkpoint.enabled": "--checkpoint.enabled: expects a value",
+    "--metrics.tensorboard false": (
+        '--metrics.tensorboard: unknown setting; [metrics] sinks replaces it, a list with or without "tensorboard"'
+    ),
+    "--metrics.sinks console,tensorbord": (
+        "--metrics.sinks console,tensorbord: expected a list of console | jsonl | tensorboard | wandb | mlflow | trackio; "
+        "did you mean 'tensorboard'?"
+    ),
+    "--metrics.sinks console,tensorboard": (
+        '--metrics.sinks console,tensorboard: must contain "jsonl" too: other sinks deliver the records of metrics.jsonl'
+    ),
+    "--metrics.project p": (
+        "--metrics.project p: has an effect only with [metrics] sinks = wandb or mlflow or trackio"
+    ),
+    "--metrics.entity e --metrics.sinks jsonl": ("--metrics.entity e: has an effect only with [metrics] sinks = wandb"),
+    "--checkpoint.enabled True": "--checkpoint.enabled True: expected true or false; did you mean 'true'?",
+    "--training.max_norm None": "--training.max_norm None: expected a number or none; did you mean 'none'?",
+    "--data.dataset JSONL": (
+        "--data.dataset JSONL: expected one of python_stdlib, text, jsonl, parquet, csv, huggingface, tokens, chat, preference, "
+        "prepared; did you mean 'jsonl'?"
+    ),
+    "--run.seed -1": "--run.seed -1: must be at least 0",
+    "--run.name a/b": "--run.name a/b: must be a single folder name",
+    "--run.output_folder=": "--run.output_folder : must not be empty",
+    "--run.name=  ": "--run.name   : must be a single folder name",
+    "--run.name=a\nb": "--run.name a\\nb: must be printable text",
+    "--training.steps 9999999999999": "--training.steps 9999999999999: must be at most 1000000000000",
+    "--resilience.hang_timeout_s 600": (
+        "--resilience.hang_timeout_s 600: must be below [distributed] timeout_s, 600: otherwise a collective fails before the "
+        "hang is reported"
+    ),
+    "--distributed.timeout_s 1e300": "--distributed.timeout_s 1e300: must be at most 10000000",
+    "--run.name ..": "--run.name ..: must be a single folder name",
+    f"--run.name {'é' * 128}": f"--run.name {'é' * 128}: exceeds 255 bytes, the limit for a folder name",
+    "--evaluation.datasets.wiki jsonl:/nope": ("--evaluation.datasets.wiki jsonl:/nope: no such file or folder"),
+    f"--data.datasets.a text:{__file__} --data.path x": "--data.path x: has an effect only with empty [data] datasets",
+    f"--checkpoint.init_from {__file__}": f"--checkpoint.init_from {__file__}: is a file, not a folder",
+    "--data.path my.txt": "--data.path my.txt: needs the type of the dataset: set [data] dataset to text",
+    "--data.path x.jsonl.gz": (
+        "--data.path x.jsonl.gz: needs the type of the dataset: set [data] dataset to jsonl (texts), chat or preference"
+    ),
+    "--data.dataset chat --data.columns.questoin q": (
+        "--data.columns.questoin q: unknown field; it must be one of messages, conversations, prompt, completion, instruction, "
+        "input, output, question, answer, chosen, rejected, system, tools, role, content; did you mean 'question'?"
+    ),
+    "--data.columns.question q": "--data.columns.question q: has an effect only with a chat or preference dataset",
+    "--data.dataset chat --data.path no/such.jsonl": ("--data.path no/such.jsonl: no such file or folder"),
+    "--data.dataset chat --data.path tests/such": ("--data.path tests/such: no such file or folder"),
+    "--data.held_out_fraction 0.9": "--data.held_out_fraction 0.9: must be at most 0.5",
+    "--lr_schedule.name cosin": (
+        "--lr_schedule.name cosin: expected one of cosine, linear, warmup_stable_decay, constant, range_test; "
+        "did you mean 'cosine'?"
+    ),
+    "--lr_schedule.decay_steps 5": (
+        "--lr_schedule.decay_steps 5: has an effect only with [lr_schedule] name = warmup_stable_decay"
+    ),
+    "--lr_schedule.name range_test --lr_schedule.min_lr_ratio 0": (
+        "--lr_schedule.min_lr_ratio 0: must be above 0 with name = range_test"
+    ),
+    "--lr_schedule.name range_test --lr_schedule.warmup_steps 3": (
+        "--lr_schedule.warmup_steps 3: must be 0 with name = range_test"
+    ),
+    "--lr_schedule.name warmup_stable_decay": (
+        "[lr_schedule] decay_steps = 0 (default): must be at least 1 with name = warmup_stable_decay"
+    ),
+    "--parallel.reshard_after_forward alwys": (
+        "--parallel.reshard_after_forward alwys: expected one of default, always, never or an integer; "
+        "did you mean 'always'?"
+    ),
+    "--parallel.reshard_after_forward 1": (
+        "--parallel.reshard_after_forward 1: must be at least 2 if it is a number of ranks"
+    ),
+    "--parallel.dp_shard 0": "--parallel.dp_shard 0: must be at least 1, or -1 for all remaining ranks",
+    "--parallel.dp_shard -2": "--parallel.dp_shard -2: must be at least -1",
+    "--model.overrides 4": "--model.overrides is a table: set one of its entries with --model.overrides.NAME VALUE",
+    "--tokenizer.backend tiktoken": '[tokenizer] path = "" (default): is required with backend = tiktoken',
+    "--tokenizer.backend tiktoken --tokenizer.path no/such": "--tokenizer.path no/such: no such file",
+    "--tokenizer.path x": "--tokenizer.path x: no such file",
+    "--tokenizer.backend default --tokenizer.path x": (
+        "--tokenizer.path x: has an effect only with [tokenizer] backend != default"
+    ),
+    "--tokenizer.path pyproject.toml": (
+        "--tokenizer.path pyproject.toml: the kind of this tokenizer is not clear from its name; set tokenizer.backend to "
+        "huggingface, sentencepiece, tekken, tiktoken"
+    ),
+    "--tokenizer.path docs": (
+        "--tokenizer.path docs: this folder contains none of tokenizer.json, tokenizer.model, tekken.json"
+    ),
+    "--data.dataset jsonl": '[data] path = "" (default): is required with dataset = jsonl',
+    "--data.dataset text --data.path no/such": ("--data.path no/such: no such file or folder"),
+    "--data.path x": (
+        "--data.path x: needs the type of the dataset: set [data] dataset to text, jsonl, parquet, csv, huggingface, tokens, "
+        "chat or preference"
+    ),
+    "--data.text_field body": (
+        "--data.text_field body: has an effect only with a jsonl, parquet, csv or huggingface dataset"
+    ),
+    "--data.subset en": "--data.subset en: has an effect only with a huggingface, chat or preference dataset",
+    "--data.split test": "--data.split test: has an effect only with a huggingface, chat or preference dataset",
+    "--data.token_dtype uint32": "--data.token_dtype uint32: has an effect only with a tokens dataset",
+    "--model.overrides.a.b 4": "--model.overrides.a.b 4: 'a.b' is not a valid name",
+    "--optimizer.lr 1" + 400 * "0": "--optimizer.lr 1" + 400 * "0" + ": expected a number",
+    f"--model.overrides.dim {2**63}": f"--model.overrides.dim {2**63}: must be a 64-bit integer",
+    f"--parallel.reshard_after_forward -{10**400}": (
+        f"--parallel.reshard_after_forward -{10**400}: must be a 64-bit integer"
+    ),
+    "--data.held_out_fraction 0": (
+        f"{DEBUG} [evaluation] interval_steps = 100: needs held-out documents, but [data] held_out_fraction is 0; "
+        "without evaluation, set interval_steps = 0"
+    ),
+}
+
+
+@pytest.mark.parametrize("command", COMMAND_LINES)
+def test_a_wrong_command_line_is_an_error_of_one_line(command):
+    words = [command] if "=" in command and command.startswith("--") else command.split()
+    assert error_of(words) == COMMAND_LINES[command]
+
+
+FILES = {
+    "[training]\nstpes = 5": "{f} [training] stpes: unknown key; did you mean 'steps'?",
+    "[training]\nlr = 5": "{f} [training] lr: unknown key; did you mean [optimizer] lr?",
+    "[trainng]\nsteps = 5": "{f} [trainng]: unknown section; did you mean [training]?",
+    "steps = 5": "{f} steps = 5: the key is outside any [section]; did you mean [training] steps?",
+    "training = 5": "{f} training = 5: the key is outside any [section]; write [training] as a table",
+    "[training]\nsteps = 'ten'": '{f} [training] steps = "ten": expected an integer',
+    "[training]\nsteps = true": "{f} [training] steps = true: expected an integer",
+    "[training]\nsteps = 5.0": "{f} [training] steps = 5.0: expected an integer; write 5",
+    "[training]\nsteps = [5]": "{f} [training] steps = [5]: expected an integer",
+    "[training]\nlocal_batch_size = -3": "{f} [training] local_batch_size = -3: must be at least 1",
+    "[training.steps]\na = 1": "{f} [training] steps = {{ a = 1 }}: expected an integer",
+    "[training]\nsteps = 2024-01-01": "{f} [training] steps = 2024-01-01: expected an integer",
+    "[optimizer]\nlr = '3e-4x'": '{f} [optimizer] lr = "3e-4x": expected a number',
+    "[optimizer]\nlr = nan": "{f} [optimizer] lr = nan: must be finite",
+    "[optimizer]\nbetas = [0.9]": "{f} [optimizer] betas = [0.9]: expected a list of 2 numbers",
+    "[checkpoint]\nenabled = 1": "{f} [checkpoint] enabled = 1: expected true or false; write true",
+    "[metrics]\ntensorboard = true": (
+        '{f} [metrics] tensorboard: unknown key; [metrics] sinks replaces it, a list with or without "tensorboard"'
+    ),
+    "[model.overrides]\n'n layers' = 4": "{f} [model.overrides] n layers = 4: 'n layers' is not a valid name",
+    "[optimizer]\nlr = 1" + 400 * "0": "{f} [optimizer] lr = 1" + 400 * "0" + ": expected a number",
+    "[model]\noverrides = 4": "{f} [model] overrides = 4: expected a table",
+    "[model.overrides]\nn_layers = [[4]]": (
+        "{f} [model.overrides] n_layers = [[4]]: expected a number or true or false or text or a list of values"
+    ),
+    "[training]\ncompute_dtype = 'bf1'": (
+        "{f} [training] compute_dtype = \"bf1\": expected one of bf16, fp32; did you mean 'bf16'?"
+    ),
+}
+
+
+@pytest.mark.parametrize("text", FILES)
+def test_a_wrong_file_is_an_error_of_one_line(text, tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text(text)
+    assert error_of(["--config", str(file)]) == FILES[text].format(f=file)
+
+
+@pytest.mark.parametrize(
+    "text", ["[training\nsteps = 5\n", "[training]\nsteps = 5\nsteps = 6\n", "=", "[run]\nname = 'x"]
+)
+def test_invalid_toml_is_an_error_with_its_position(text, tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text(text)
+    line = error_of(["--config", str(file)])
+    assert line.startswith(f"--config {file}: not valid TOML: ")
+    assert line.endswith(")")  # (at line 1, column 10)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "steps = 1" + 5000 * "0",
+        "steps = 0x1" + 5000 * "0",
+        "steps" + 2000 * ".a" + " = 1",
+        "steps = " + 2000 * "[" + 2000 * "]",
+        "steps = " + 2000 * "{a=" + "1" + 2000 * "}",
+    ],
+    ids=["digits", "hexadecimal digits", "keys", "lists", "tables"],
+)
+def test_values_that_are_too_long_or_nested_too_deep_are_an_error(text, tmp_path):
+    (tmp_path / "x.toml").write_text(f"[training]\n{text}")
+    line = error_of(["--config", f"{tmp_path}/x.toml"])
+    assert line == f"--config {tmp_path}/x.toml: a value is too long or nested too deep"
+
+
+def test_a_missing_file_suggests_a_similar_name(tmp_path):
+    (tmp_path / "debug.toml").touch()
+    assert error_of(["--config", f"{tmp_path}/debgu.toml"]) == (
+        f"--config {tmp_path}/debgu.toml: no such file; did you mean '{tmp_path}/debug.toml'?"
+    )
+
+
+def test_a_folder_or_a_file_that_is_not_utf8_is_an_error(tmp_path):
+    assert error_of(["--config", str(tmp_path)]) == f"--config {tmp_path}: expected a TOML file, got a folder"
+    (tmp_path / "x.toml").write_bytes(b"[run]\nname = '\xff'")
+    assert error_of(["--config", f"{tmp_path}/x.toml"]) == f"--config {tmp_path}/x.toml: not UTF-8 text (byte 14)"
+    assert error_of(["--config", "a.toml", "--config", "b.toml"]) == (
+        "--config b.toml: --config is given twice, first as a.toml; give it once"
+    )
+
+
+def test_the_command_line_overrides_the_file():
+    config = load_config(
+        [
+            *("--training.steps", "7", "--training.compute_dtype=bf16", "--metrics.sinks", "console,jsonl"),
+            *("--parallel.dp_shard", "-1", "--optimizer.betas", "[0.8, 0.9]", "--training.max_norm", "none"),
+            *("--model.overrides.n_layers", "4", "--model.overrides.tied_embeddings=true", "--run.seed=1_000"),
+            *("--model.overrides.rope_theta", "1e4", "--parallel.reshard_after_forward", "4"),
+        ]
+    )
+    assert config.training.steps == 7
+    assert config.training.compute_dtype == "bf16"
+    assert config.metrics.sinks == ("console", "jsonl")
+    assert config.parallel.dp_shard == -1
+    assert config.parallel.reshard_after_forward == 4
+    assert config.optimizer.betas == (0.8, 0.9)
+    assert config.training.max_norm is None
+    assert config.run.seed == 1000
+    assert config.model.overrides == {"n_layers": 4, "tied_embeddings": True, "rope_theta": 1e4}
+    assert config.run.name == "debug"
+
+
+def test_model_overrides_of_file_and_command_line_are_merged(tmp_path):
+    file = tmp_path / "x.toml"
+    file.write_text("[model]\noverrides = { n_layers = 2, dim = 64 }\n[training]\nmax_norm = 'none'")
+    config = load_config(["--config", str(file), "--model.overrides.dim", "32"])
+    assert config.model.overrides == {"n_layers": 2, "dim": 32}
+    assert config.training.max_norm is None
+
+
+def test_a_printed_configuration_loads_as_an_equal_one(tmp_path):
+    config = load_config(
+        ["--model.overrides.n_layers", "4", "--run.output_folder", 'a "b" \\ ü', "--optimizer.lr", "1e-7"]
+    )
+    (tmp_path / "again.toml").write_text(to_toml(config))
+    assert load_config(["--config", str(tmp_path / "again.toml")]) == config
+
+
+def test_every_setting_has_a_docstring_and_is_in_help_and_docs():
+    text, table = help_text(), (ROOT / "docs" / "configuration.md").read_text()
+    for setting in settings().values():
+        assert setting.doc
+        assert f"--{setting.key}" in text
+    assert table.endswith(settings_as_markdown()), "run scripts/dev/generate_config_docs.py"
+
+
+def test_defaults_satisfy_their_constraints(tmp_path):
+    (tmp_path / "defaults.toml").write_text(to_toml(Config()))
+    load_config(["--config", str(tmp_path / "defaults.toml")])
+
+
+@pytest.mark.parametrize("value", ["plain", 'a"b', "tab\tnew\nline", "back\\slash", "\x7f\x00", "日本"])
+def test_strings_round_trip_through_toml(value):
+    import tomli
+
+    assert tomli.loads(f"x = {toml_value(value)}") == {"x": value}
+
+
+CONDITION = re.compile(r"a [a-z, ]+ dataset|(empty )?\[(?P<section>\w+)\] (?P<name>\w+)( (=|!=|>) (?P<choices>.+))?")
+
+
+def test_conditions_name_settings_and_values_that_exist():
+    for setting in settings().values():
+        for condition in " and ".join([setting.constraint.only_with, setting.constraint.used_with]).split(" and "):
+            match = CONDITION.fullmatch(condition)
+            assert match or not condition
+            if match and match["section"]:
+                other = settings()[f"{match['section']}.{match['name']}"]
+                if typing.get_origin(other.type) is typing.Literal and match["choices"]:
+                    assert set(match["choices"].split(" or ")) <= set(typing.get_args(other.type))
+
+
+ONLY_WITH = {
+    "model.revision": "[model] pretrained",
+    "experts.center_bias": "[experts] bias_rate",
+    "tokenizer.path": "[tokenizer] backend != default",
+    "tokenizer.reuse_reserved_tokens": "[tokenizer] backend = default or tiktoken or tekken",
+    "tokenizer.pattern": "[tokenizer] backend = tiktoken",
+    "data.dataset": "empty [data] datasets",
+    "data.path": "empty [data] datasets and [data] dataset != python_stdlib",
+    "data.mixture": "[data] datasets",
+    "data.text_field": "a jsonl, parquet, csv or huggingface dataset",
+    "data.subset": "a huggingface, chat or preference dataset",
+    "data.split": "a huggingface, chat or preference dataset",
+    "data.token_dtype": "a tokens dataset",
+    "data.chat_template": "a chat or preference dataset",
+    "data.allowed_special": "a chat or preference dataset",
+    "data.ignored_fields": "a chat or preference dataset",
+    "data.columns": "a chat or preference dataset",
+    "data.long_documents": "[data] packing = best-fit or none",
+    **{
+        f"lora.{name}": "[lora] rank"
+        for name in ("alpha", "rslora", "dropout", "targets", "train_fully", "init", "init_from", "dtype", "base_dtype")
+    },
+    "training.float8_exclude": "[training] float8 != none",
+    "training.z_loss": "[preference] loss = none",
+    "preference.beta": "[preference] loss != none",
+    "preference.margin": "[preference] loss = simpo",
+    "lr_schedule.decay_steps": "[lr_schedule] name = warmup_stable_decay",
+    "activation_checkpoint.offload_inputs": "[activation_checkpoint] mode = full",
+    "checkpoint.resize_embeddings": "[checkpoint] init_from",
+    "checkpoint.init_exclude": "[checkpoint] init_from",
+    "checkpoint.init_averaged": "[checkpoint] init_from",
+    "checkpoint.export_averaged": "[checkpoint] export_huggingface and [optimizer] ema_decay",
+    "evaluation.averaged": "[optimizer] ema_decay",
+    "checkpoint.export_huggingface": "[checkpoint] enabled",
+    "checkpoint.export_checkpoint": "[checkpoint] export_huggingface",
+    "checkpoint.load_step": "[checkpoint] enabled",
+    "resilience.on_max_skips": "[checkpoint] enabled",
+    "evaluation.keep_best_on": "[checkpoint] enabled",
+    "evaluation.early_stopping_patience": "[evaluation] keep_best_on and [evaluation] interval_steps",
+    "evaluation.early_stopping_min_delta": "[evaluation] early_stopping_patience",
+    **{
+        f"samples.{name}": "[samples] prompts"
+        for name in ("interval_steps", "max_new_tokens", "temperature", "top_k", "top_p", "seed")
+    },
+    **{
+        f"optimizer.muon_{name}": "[optimizer] name = muon"
+        for name in ("lr", "momentum", "nesterov", "scale", "coefficients", "dtype")
+    },
+    "profiling.num_steps": "[profiling] first_step",
+    "profiling.rank": "[profiling] first_step",
+    "profiling.memory_snapshot": "[profiling] first_step",
+    "metrics.entity": "[metrics] sinks = wandb",
+    "metrics.mlflow_tracking_uri": "[metrics] sinks = mlflow",
+    **{
+        f"metrics.{key}": "[metrics] sinks = wandb or mlflow or trackio"
+        for key in ("project", "run_name", "tags", "notes")
+    },
+}
+"""Conditions whose violation is an error; all others are details of a feature that may be switched off."""
+
+VIOLATIONS = {
+    "--data.datasets.a chat: --data.dataset chat": ("data.dataset", "empty [data] datasets"),
+    "--data.mixture x": ("data.mixture", "[data] datasets"),
+    "--data.chat_template chatml": ("data.chat_template", "a chat or preference dataset"),
+    "--data.allowed_special x": ("data.allowed_special", "a chat or preference dataset"),
+    "--data.long_documents drop": ("data.long_documents", "[data] packing = best-fit or none"),
+    "--lora.alpha 8": ("lora.alpha", "[lora] rank"),
+    "--lora.base_dtype nf4": ("lora.base_dtype", "[lora] rank"),
+    "--training.float8_exclude x": ("training.float8_exclude", "[training] float8 != none"),
+    "--preference.beta 1": ("preference.beta", "[preference] loss != none"),
+    "--checkpoint.resize_embeddings true": ("checkpoint.resize_embeddings", "[checkpoint] init_from"),
+    "--checkpoint.init_exclude x": ("checkpoint.init_exclude", "[checkpoint] init_from"),
+}
+
+
+def test_conditions_whose_violation_is_an_error():
+    declared = {key: setting.constraint.only_with for key, setting in settings().items()}
+    assert {key: condition for key, condition in declared.items() if condition} == ONLY_WITH
+
+
+@pytest.mark.parametrize("command", VIOLATIONS)
+def test_a_setting_without_effect_is_an_error(command):
+    key, condition = VIOLATIONS[command]
+    line = error_of(command.split())
+    assert line.startswith(f"--{key} ") and line.endswith(f": has an effect only with {condition}")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "--evaluation.datasets.a chat: --data.chat_template chatml",
+        "--data.packing best-fit --data.long_documents drop",
+        "--data.prefetch 4 --parallel.pipeline_stages_per_rank 2 --activation_checkpoint.memory_budget 0.2",
+    ],
+)
+def test_met_conditions_and_details_of_features_that_are_off_are_accepted(command):
+    load_config(command.split())
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "output"),
+    [
+        (["--help"], 0, "--training.steps: an integer; default 1000 (steps, at least 1, at most 1000000000000)"),
+        (["--print-config"], 0, "[training]\nsteps = 300\n"),
+        (["--training.stpes", "5"], 2, "--training.stpes: unknown setting; did you mean '--training.steps'?\n"),
+        (["--data.text_field", "x"], 2, "--data.text_field x: has an effect only with"),
+    ],
+)
+def test_help_and_errors_in_settings_import_neither_torch_nor_numpy(argv, code, output):
+    program = (
+        f"import runpy, sys; sys.argv = ['train.py', *{argv}]\n"
+        "try: runpy.run_path('train.py', run_name='__main__')\n"
+        f"except SystemExit as e: assert e.code == {code}, e.code\n"
+        "assert not {'torch', 'numpy'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert output in done.stdout + done.stderr
+
+
+def test_the_length_of_a_run_on_the_command_line_replaces_the_one_in_the_file(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text("[training]\nsteps = 7\n")
+    by_epochs = load_config(["--config", str(file), "--training.epochs", "2"])
+    assert by_epochs.training.epochs == 2 and by_epochs.training.steps == 1000
+    file.write_text(to_toml(by_epochs))
+    assert load_config(["--config", str(file)]) == by_epochs
+    by_steps = load_config(["--config", str(file), "--training.steps", "5"])
+    assert by_steps.training.epochs is None and by_steps.training.steps == 5
+    assert load_config(["--config", str(file), "--training.epochs", "none"]).training.epochs is None
+
+
+def test_a_run_has_steps_or_epochs_but_not_both(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text("[training]\nsteps = 7\nepochs = 1.5\n")
+    message = "replaces [training] steps, but steps = 7 is set too; remove one of them"
+    assert error_of(["--config", str(file)]) == f"{file} [training] epochs = 1.5: {message}"
+    assert error_of(["--training.steps", "7", "--training.epochs", "3"]) == f"--training.epochs 3: {message}"
+    assert error_of(["--training.epochs", "0"]) == "--training.epochs 0: must be above 0"
+
+
+def test_prompts_contain_commas_spaces_and_line_breaks(tmp_path):
+    prompts = ("Hello, world ", "def f():\n\treturn ")
+    config = load_config(["--samples.prompts", toml_value(prompts)])
+    assert config.samples.prompts == prompts
+    file = tmp_path / "run.toml"
+    file.write_text(to_toml(config))
+    assert load_config(["--config", str(file)]) == config
+    for text in ("Hello, world", "[INST] Hello, world [/INST]", "[1, 2", "[x] = y"):
+        assert load_config(["--samples.prompts", text]).samples.prompts == (text,)
+    assert load_config(["--samples.prompts", "[]"]).samples.prompts == ()
+    for text in ('["a", 3]', '["a"', "[ 'a' b]"):
+        assert error_of(["--samples.prompts", text]) == f"--samples.prompts {text}: expected a list of names"
+    assert error_of(["--samples.prompts", "a\x1b"]).endswith(": must be printable text")
+    assert error_of(["--samples.seed", "3"]) == "--samples.seed 3: has an effect only with [samples] prompts"
+
+
+def test_reused_reserved_tokens_may_have_any_name_and_round_trip(tmp_path):
+    text = """[tokenizer]\nreuse_reserved_tokens = { "<|im_start|>" = "<|reserved_special_token_0|>" }\n"""
+    (tmp_path / "run.toml").write_text(text)
+    config = load_config(["--config", str(tmp_path / "run.toml")])
+    assert dict(config.tokenizer.reuse_reserved_tokens) == {"<|im_start|>": "<|reserved_special_token_0|>"}
+    (tmp_path / "again.toml").write_text(to_toml(config))
+    assert load_config(["--config", str(tmp_path / "again.toml")]).tokenizer == config.tokenizer

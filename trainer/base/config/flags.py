@@ -1,0 +1,72 @@
+"""The settings of a command line."""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from trainer.base.config.errors import ConfigError
+from trainer.base.config.fields import Setting, parse_text, settings
+from trainer.base.config.foreign import replacement
+from trainer.base.config.given import GivenValue
+from trainer.base.config.pretrained import SHORT_FLAGS
+from trainer.base.config.unknown_names import AS_FLAG, REMOVED, elsewhere
+from trainer.base.system.spelling import did_you_mean
+
+_WITHOUT_VALUE = ("--dry-run", "--print-config", "--help")
+
+
+def parse_argv(argv: Sequence[str]) -> dict[str, str]:
+    """Return flag -> value. argv: must not contain --help or --print-config. Raises ConfigError."""
+    flags: dict[str, str] = {}
+    words = iter(argv)
+    for word in words:
+        if not word.startswith("--") or len(word) == 2:
+            raise ConfigError("", f"{word}: unexpected argument{_as_flag(word)}")
+        flag, equals, value = word.partition("=")
+        if equals and flag in _WITHOUT_VALUE:
+            raise ConfigError("", f"{flag}: takes no value")
+        if not equals:
+            value = next(words, None)
+            if value is None or value.startswith("--"):
+                if flag not in ("--config", *SHORT_FLAGS):
+                    _find_setting(flag)  # raises for an unknown flag
+                raise ConfigError("", f"{flag}: expects a value")
+        if same := next((f for f in flags if SHORT_FLAGS.get(f, f) == SHORT_FLAGS.get(flag, flag)), ""):
+            twice = f"{flag} is given twice, first as {flags[same]}; give it once"
+            raise ConfigError("", f"{flag} {value}: {twice if same == flag else f'{same} {flags[same]} is given too'}")
+        flags[flag] = value
+    return flags
+
+
+def settings_of_flags(flags: Mapping[str, str]) -> Iterator[GivenValue]:
+    """Yield the value of each flag. flags: from parse_argv, without --config. Raises ConfigError for an unknown flag."""
+    for flag, text in flags.items():
+        setting, entry = _find_setting(SHORT_FLAGS.get(flag, flag))
+        yield GivenValue(setting=setting, entry=entry, parse=parse_text, raw=text, origin=f"{flag} {text}")
+
+
+def _as_flag(word: str) -> str:
+    """Return a hint about an argument that is no flag."""
+    if word.endswith(".toml"):
+        return f"; did you mean '--config {word}'?"
+    name, _, value = word.lstrip("-+").partition("=")
+    key = name.replace("-", "_")
+    if key in settings():
+        return f"; did you mean '--{key}{value and ' '}{value}'?"
+    hint = replacement(name, AS_FLAG) or elsewhere(key, AS_FLAG)
+    return hint or "; write settings as --section.key value"
+
+
+def _find_setting(flag: str) -> tuple[Setting, str]:
+    """Return a flag's setting and the name of its table entry. The name is "" unless the flag is --section.table.entry."""
+    section, _, rest = flag[2:].partition(".")
+    name, _, entry = rest.partition(".")
+    setting = settings().get(f"{section}.{name}")
+    if setting is not None and bool(entry) == setting.is_table:
+        return setting, entry
+    if setting is not None and not entry:
+        raise ConfigError("", f"{flag} is a table: set one of its entries with {flag}.NAME VALUE")
+    if removed := REMOVED.get(flag[2:]):
+        raise ConfigError("", f"{flag}: unknown setting; {removed}")
+    candidates = [*(f"--{key}" for key in settings()), *SHORT_FLAGS, "--config", *_WITHOUT_VALUE]
+    hint = replacement(flag, AS_FLAG) or elsewhere(flag.rpartition(".")[2].lstrip("-").replace("-", "_"), AS_FLAG)
+    hint = hint or did_you_mean(flag, candidates)
+    raise ConfigError("", f"{flag}: unknown setting{hint}")

@@ -1,0 +1,25 @@
+"""Optional packages, imported when a setting needs them."""
+
+import importlib
+import importlib.util
+import sys
+from types import ModuleType
+
+from trainer.base.config.errors import ConfigError
+
+
+def require_package(name: str, setting: str) -> ModuleType:
+    """Import and return a package or one of its modules. Raises a ConfigError about `setting` if the package is not installed."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        package = name.partition(".")[0]
+        if error.name is None or error.name.partition(".")[0] != package:
+            raise  # the package is installed, but one of its own dependencies is not
+        raise ConfigError(setting, f"needs the package {package}: {sys.executable} -m pip install {package}") from None
+
+
+def is_installed(package: str) -> bool:
+    """Return whether a package is installed, without importing it. A folder of its name that holds no code does not count."""
+    spec = importlib.util.find_spec(package)
+    return spec is not None and spec.origin is not None

@@ -1,0 +1,227 @@
+"""The setting [model] pretrained (--from): one folder, or a name on the Hugging Face Hub, that gives several settings."""
+
+import os
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import tomli
+
+from trainer.base.config import hub
+from trainer.base.config.errors import ConfigError, errors_about
+from trainer.base.config.model_source import (
+    TOKENIZER_FILES,
+    is_model,
+    not_a_model,
+    read_model_file,
+    resolve_checkpoint,
+    template_file,
+    tokenizer_of,
+    tokenizer_settings,
+)
+from trainer.base.config.schema.config import Config
+from trainer.base.config.schema.model import TokenizerConfig
+from trainer.base.system.checkpoint_folder import is_checkpoint
+from trainer.base.system.paths import split_best
+from trainer.base.system.spelling import similar_path
+
+SETTING = "model.pretrained"
+SHORT_FLAGS = {"--from": f"--{SETTING}"}
+"""Short form of a flag -> the flag."""
+_PARTS: Mapping[str, tuple[str, ...]] = {
+    "model": ("model.huggingface", "model.name", "model.size"),
+    "weights": ("checkpoint.init_from",),
+    "tokenizer": ("tokenizer.path", "tokenizer.backend"),
+    "chat template": ("data.chat_template",),
+}
+"""What a model folder provides -> settings that replace it."""
+_CHATS = {"chat", "preference"}
+
+
+def with_pretrained(config: Config, sections: Collection[str], with_weights: bool = True) -> Config:
+    """Return the configuration with the settings that [model] pretrained gives. Settings that are given beside it take
+    precedence, except that the command line precedes the file.
+
+    Args:
+        config: As the user has given it.
+        sections: Those whose files the command reads. What other sections would read need not exist.
+        with_weights: Whether a model of the Hub is downloaded with its weights.
+
+    Raises:
+        ConfigError: There is no such model, or it lacks what the command needs.
+    """
+    source, origin = config.model.pretrained, config.origins.get(SETTING)
+    if not source:
+        return config
+    if _is_on_command_line(config, SETTING) and not _is_on_command_line(config, "model.revision"):
+        config = replace(config, model=replace(config.model, revision=""))  # it is that of the file's model
+    parts = [part for part in _PARTS if not _is_given(config, part) and (part != "chat template" or has_chats(config))]
+    section_of = {"model": "model", "weights": "checkpoint", "tokenizer": "tokenizer", "chat template": "data"}
+    read = [part for part in parts if part == "model" or section_of[part] in sections]
+    changes: dict[str, Any] = {}
+    if not read:  # such as a plan of a model with a given size, for which no folder must exist
+        folder = Path(source)
+    elif os.path.exists(split_best(source)[0]) or not hub.is_hub_name(source):
+        _require_local(config)
+        folder = _folder_of(source)
+    else:
+        contents = "config" if read == ["model"] else "weights" if with_weights and "weights" in read else "text"
+        folder = hub.fetch(source, _revision(config), contents)
+        changes["model.revision"] = folder.name
+    if "model" in read:
+        changes["model.huggingface"] = str(folder)
+    if "weights" in parts:
+        changes["checkpoint.init_from"] = str(folder) if "model.revision" in changes else source
+    if "tokenizer" in read:
+        changes |= _tokenizer(config, folder)
+    if "chat template" in read and template_file(folder):
+        # A folder may have the name of a shipped template.
+        changes["data.chat_template"] = os.path.join(os.curdir, folder) if folder.parent == Path() else str(folder)
+    return _changed(config, changes, origin)
+
+
+def with_tokenizer_backend(config: Config) -> Config:
+    """Return the configuration with the backend of the tokenizer at [tokenizer] path, if only the path is given. Raises
+    ConfigError if the kind of the tokenizer cannot be seen."""
+    if not config.tokenizer.path or "tokenizer.backend" in config.origins:
+        return config
+    with errors_about("tokenizer.path"):
+        found = tokenizer_of(Path(config.tokenizer.path))
+    if not found and os.path.isdir(config.tokenizer.path):
+        raise ConfigError("tokenizer.path", f"this folder contains none of {', '.join(TOKENIZER_FILES)}")
+    if not found:
+        message = "the kind of this tokenizer is not clear from its name; set tokenizer.backend"
+        raise ConfigError(
+            "tokenizer.path", f"{message} to {', '.join(sorted(set(TOKENIZER_FILES.values()) | {'tiktoken'}))}"
+        )
+    changes = _with_own_tokens(found, config.tokenizer)
+    return _changed(config, changes, config.origins["tokenizer.path"])
+
+
+def _changed(config: Config, changes: Mapping[str, Any], origin: str | None) -> Config:
+    """Return the configuration with these values. origin: that of the setting that gave them."""
+    origins = dict(config.origins)
+    for key, value in changes.items():
+        section, _, name = key.partition(".")
+        config = replace(config, **{section: replace(getattr(config, section), **{name: value})})
+        if origins.get(key) != origin:
+            origins[key] = f"{origin} ([{section}] {name})"
+    return replace(config, origins=origins)
+
+
+def is_from_pretrained(config: Config, key: str) -> bool:
+    """Return whether [model] pretrained gave the value of a setting."""
+    return config.origins.get(key, "").startswith(f"{config.origins.get(SETTING)} ([")
+
+
+def provenance(config: Config) -> str:
+    """Return a line that says which parts of the model come from [model] pretrained, and from where the others come, or "" if it
+    is not set."""
+    if not config.model.pretrained:
+        return ""
+    commit = f" (commit {config.model.revision})" if config.model.revision else ""
+    given, others = [], []
+    for part, keys in _PARTS.items():
+        if any(is_from_pretrained(config, key) for key in keys):
+            given.append(part)
+        elif part != "chat template" or has_chats(config):
+            origins = [config.origins[key] for key in keys if key in config.origins]
+            origin = max(origins, key=lambda text: text.startswith("--"), default="")
+            shown = f"[data] chat_template = {config.data.chat_template} (default)"
+            others.append(f"{part} from {origin or shown}")
+    return "; ".join([f"{config.origins.get(SETTING)}{commit}: {', '.join(given) or 'nothing'}", *others])
+
+
+def has_chats(config: Config) -> bool:
+    """Return whether a dataset consists of conversations."""
+    tables = (config.data.datasets, config.evaluation.datasets)
+    readers = {text.partition(":")[0] for table in tables for text in table.values()}
+    return bool(_CHATS & {config.data.dataset, *readers})
+
+
+def _is_given(config: Config, part: str) -> bool:
+    """Return whether the user has set a part explicitly: on the command line, or in the file that sets [model] pretrained. Paths
+    of the commit in the cache of the Hub are those that an earlier start has recorded or printed."""
+    on_command_line = _is_on_command_line(config, SETTING)
+    commit = config.model.revision if hub.is_commit(config.model.revision) else ""
+
+    def is_explicit(key: str) -> bool:
+        is_fetched = commit and f"snapshots/{commit}" in str(config.value(key))
+        return key in config.origins and (not on_command_line or _is_on_command_line(config, key)) and not is_fetched
+
+    return any(map(is_explicit, _PARTS[part]))
+
+
+def _is_on_command_line(config: Config, key: str) -> bool:
+    return config.origins.get(key, "").startswith("--")
+
+
+def _require_local(config: Config) -> None:
+    source = config.model.pretrained
+    if config.model.revision:
+        raise ConfigError("model.revision", f"has an effect only with a model of the Hub, but {source} is a path")
+    if os.path.isfile(source):
+        raise ConfigError(SETTING, "is a file, not a folder; name the folder that contains it")
+    if not os.path.exists(path := split_best(source)[0]):
+        hint = similar_path(path) or "; a model of the Hub is named OWNER/NAME, such as Qwen/Qwen3-0.6B"
+        raise ConfigError(SETTING, f"no such folder{hint}")
+
+
+def _folder_of(source: str) -> Path:
+    """Return the checkpoint or the folder in Hugging Face's format to which a path leads. Raises ConfigError."""
+    with errors_about(SETTING):
+        folder = resolve_checkpoint(Path(source))
+        if not is_model(folder):
+            raise not_a_model(folder)
+        adapter = read_model_file(folder).get("lora") if is_checkpoint(folder) else None
+    if adapter:
+        base = adapter.get("base") if isinstance(adapter, dict) else None
+        message = f"contains only an adapter; write a complete model (scripts/convert_hf.py merge {source} FOLDER)"
+        raise ConfigError(SETTING, f"{message}, or continue with --from {base or 'BASE'} --lora.init_from {source}")
+    return folder
+
+
+def _revision(config: Config) -> str:
+    """Return the revision of a model of the Hub to load: the given commit, that of the launcher of this rank, the given branch or
+    tag, or the commit that the run has recorded."""
+    name, given = config.model.pretrained, config.model.revision
+    of_launcher, _, commit = os.environ.get(hub.COMMIT, "").rpartition("@")
+    if hub.is_commit(given):
+        return given
+    if of_launcher == name:
+        return commit
+    return given or _recorded_commit(config.run.folder, name)
+
+
+def _recorded_commit(run_folder: Path, name: str) -> str:
+    try:
+        model = tomli.loads((run_folder / "config.toml").read_text())["model"]
+        return model["revision"] if model["pretrained"] == name else ""
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+
+
+def _tokenizer(config: Config, folder: Path) -> dict[str, Any]:
+    """Return the settings of the folder's tokenizer, with the tokens that the user adds. Raises ConfigError if there is none."""
+    with errors_about(SETTING):
+        found = tokenizer_settings(folder)
+    if not found and any(key in config.origins for key in _PARTS["tokenizer"]):
+        return {}
+    if not found:
+        message = f"{folder} contains none of {', '.join(TOKENIZER_FILES)}"
+        raise ConfigError(SETTING, f"{message}; set tokenizer.path, or tokenizer.backend = default (the shipped one)")
+    return _with_own_tokens(found, config.tokenizer)
+
+
+def _with_own_tokens(found: Mapping[str, Any], own: TokenizerConfig) -> dict[str, Any]:
+    """Return the settings of a tokenizer that was found, with the tokens that the user adds. own: as the user has given them."""
+    names = (*found.get("extra_special_tokens", ()), *own.extra_special_tokens)
+    added = {
+        "pattern": own.pattern or found.get("pattern", ""),
+        "extra_special_tokens": tuple(dict.fromkeys(names)),
+        "reuse_reserved_tokens": found.get("reuse_reserved_tokens", {}) | dict(own.reuse_reserved_tokens),
+    }
+    added = {name: value for name, value in added.items() if value != getattr(own, name)}
+    settings = {"backend": found["backend"], "path": found.get("path", own.path)} | added
+    return {f"tokenizer.{name}": value for name, value in settings.items()}

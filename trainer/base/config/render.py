@@ -1,0 +1,137 @@
+"""A configuration as text: TOML, --help, and the tables of docs/configuration.md and docs/coming_from.md."""
+
+from collections.abc import Mapping
+from itertools import groupby
+from operator import attrgetter
+from pathlib import Path
+
+import tomli
+
+from trainer.base.config.errors import ConfigError
+from trainer.base.config.fields import Setting, settings, type_name
+from trainer.base.config.foreign import FOREIGN, PROJECTS
+from trainer.base.config.pretrained import is_from_pretrained
+from trainer.base.config.schema.config import Config
+from trainer.base.config.toml_text import toml_value
+
+
+def to_toml(config: Config, show_origins: bool = False) -> str:
+    """Return the configuration as TOML, including defaults. Loading this text with load_config returns an equal configuration.
+    show_origins: whether comments name the values that come from [model] pretrained."""
+    lines = []
+    omitted = {"training.steps"} if config.training.epochs is not None else set()  # a file has one of the two
+    for section, members in groupby(settings().values(), attrgetter("section")):
+        entries = [
+            f"{s.name} = {toml_value(config.value(s.key))}{_comment(config, s, show_origins)}"
+            for s in members
+            if s.key not in omitted
+        ]
+        lines += [f"[{section}]", *entries, ""]
+    return "\n".join(lines)
+
+
+def _comment(config: Config, setting: Setting, show_origins: bool) -> str:
+    from_folder = show_origins and is_from_pretrained(config, setting.key)
+    return f"  # from {config.model.pretrained}" if from_folder else ""
+
+
+def setting_texts(text: str, file: Path) -> dict[str, str]:
+    """Return "section.key" -> value of each setting of a TOML configuration. Raises ConfigError, about `file`, if it is not
+    valid TOML."""
+    try:
+        return {f"{s}.{k}": toml_value(v) for s, section in tomli.loads(text).items() for k, v in section.items()}
+    except (tomli.TOMLDecodeError, AttributeError, RecursionError):
+        raise ConfigError("", f"{file} is not the configuration of a run") from None
+
+
+def differing_settings(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
+    """Return "section.key before -> now" for each setting that differs between two results of `setting_texts`."""
+    return [f"{key} {old.get(key)} -> {new.get(key)}" for key in new | old if old.get(key) != new.get(key)]
+
+
+def require_same_settings(config: Config, what: str, may_differ: tuple[str, ...] = ()) -> None:
+    """Raise ConfigError if the run folder belongs to a run with other settings, whose losses would pass for those of this one.
+
+    Args:
+        config: Settings of a run that is about to start or to continue.
+        what: What the folder contains, such as "a run".
+        may_differ: Beginnings of the names of settings that may differ.
+    """
+    folder = config.run.folder
+    file = folder / "config.toml"
+    if not file.exists():
+        return
+    before, now = setting_texts(file.read_text(), file), setting_texts(to_toml(config), file)
+    differences = [text for text in differing_settings(before, now) if not text.startswith(may_differ)]
+    if differences:
+        advice = f"remove {folder}, or set another --run.name"
+        raise ConfigError("", f"{folder} has {what} with other settings ({', '.join(differences[:3])}); {advice}")
+
+
+def _limits(setting: Setting) -> str:
+    """Return the unit, range and conditions of a setting, as --help and docs/configuration.md show them."""
+    c = setting.constraint
+    limits = {
+        c.unit: c.unit,
+        f"at least {c.min}": c.min is not None,
+        f"above {c.exclusive_min}": c.exclusive_min is not None,
+        f"at most {c.max}": c.max is not None,
+        "fixed on resume": c.fixed_on_resume,
+        f"only with {c.only_with}": c.only_with,
+        f"used with {c.used_with}": c.used_with,
+    }
+    return ", ".join(text for text, applies in limits.items() if applies)
+
+
+def _type(setting: Setting) -> str:
+    return "a table" if setting.is_table else type_name(setting.type)
+
+
+def help_text() -> str:
+    lines = [
+        "usage: train.py [--config FILE.toml] [--from FOLDER] [--SECTION.KEY VALUE ...] [--dry-run] [--print-config] [--help]",
+        "",
+        "Settings come from the TOML file (default: train_configs/debug.toml); the command line overrides them.",
+        "--from FOLDER, short for --model.pretrained, gives model, initial weights, tokenizer and chat template.",
+        "--print-config prints the resulting configuration and exits.",
+        "--dry-run checks data, tokenizer, weights, memory and disk, prints what the run would do, and exits.",
+    ]
+    for section, members in groupby(settings().values(), attrgetter("section")):
+        lines += ["", f"[{section}]"]
+        for s in members:
+            flag = f"--{s.key}.NAME" if s.is_table else f"--{s.key}"
+            limits = f" ({_limits(s)})" if _limits(s) else ""
+            lines += [f"  {flag}: {_type(s)}; default {toml_value(s.default)}{limits}", f"      {s.doc}"]
+    return "\n".join(lines)
+
+
+def settings_as_markdown() -> str:
+    """Return the tables of docs/configuration.md, one per section."""
+    lines = []
+    for section, members in groupby(settings().values(), attrgetter("section")):
+        lines += [
+            f"## [{section}]",
+            "",
+            "| key | type | default | unit, range, conditions | meaning |",
+            "|---|---|---|---|---|",
+        ]
+        for s in members:
+            cells = (f"`{s.name}`", _type(s), f"`{toml_value(s.default)}`", _limits(s), s.doc)
+            lines.append("| " + " | ".join(c.replace("|", "\\|") for c in cells) + " |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def foreign_as_markdown() -> str:
+    """Return the tables of docs/coming_from.md, one per project."""
+    lines = []
+    for project, letter in PROJECTS.items():
+        lines += [f"## {project}", "", "| there | here | remark |", "|---|---|---|"]
+        for name, found in FOREIGN.items():
+            if letter in found.projects:
+                section, _, last = name.rpartition(".")
+                there = f"`{last}`" + f" of {section}" * bool(section)
+                here = ", ".join(f"`{key}`" for key in found.settings.split())
+                lines.append(f"| {there} | {here} | {found.note.replace('|', chr(92) + '|')} |")
+        lines.append("")
+    return "\n".join(lines)

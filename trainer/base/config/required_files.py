@@ -1,0 +1,44 @@
+"""Files and packages that must exist before a run starts."""
+
+import glob
+import os
+from collections.abc import Collection
+
+from trainer.base.config.errors import ConfigError
+from trainer.base.config.packages import is_installed
+from trainer.base.config.rules import datasets_of
+from trainer.base.config.schema.config import Config
+from trainer.base.system.files import folder_error
+from trainer.base.system.paths import exists, is_dataset_name, split_best
+from trainer.base.system.spelling import similar_path
+
+DATA_SECTIONS = ("data", "evaluation", "tokenizer")
+"""Sections whose files the preparation of data needs."""
+FILE_SECTIONS = (*DATA_SECTIONS, "checkpoint", "lora", "metrics")
+"""Sections with files, or packages, that must exist before a run starts."""
+
+_FILE_READERS = ("text", "jsonl", "parquet", "csv", "tokens", "chat", "preference", "prepared")
+"""Readers whose path must exist. A Hugging Face dataset may be given by any name instead of by path."""
+_NAME_READERS = ("chat", "preference")
+"""Readers of _FILE_READERS that also accept OWNER/NAME of a Hugging Face dataset."""
+
+
+def require_files(config: Config, sections: Collection[str]) -> None:
+    """Raise ConfigError if a file or package of one of these sections does not exist."""
+    for section, key in (("checkpoint", "checkpoint.init_from"), ("lora", "lora.init_from")):
+        if section in sections and config.value(key) and (message := folder_error(split_best(config.value(key))[0])):
+            raise ConfigError(key, message)
+    tokenizer = config.tokenizer
+    is_folder = tokenizer.backend == "huggingface" and os.path.isdir(tokenizer.path)
+    if "tokenizer" in sections and tokenizer.path and not os.path.isfile(tokenizer.path) and not is_folder:
+        raise ConfigError("tokenizer.path", f"no such file{similar_path(tokenizer.path)}")
+    for package in ("wandb", "mlflow", "trackio") if "metrics" in sections else ():
+        if package in config.metrics.sinks and not is_installed(package):
+            raise ConfigError(
+                "metrics.sinks", f"needs the package {package}: pip install -e '.[{package}]' in the clone"
+            )
+    for key, reader, path in datasets_of(config):
+        is_checked = key.partition(".")[0] in sections and reader in _FILE_READERS
+        if path and is_checked and not exists(path) and not (reader in _NAME_READERS and is_dataset_name(path)):
+            message = "no file matches the pattern" if glob.has_magic(path) else "no such file or folder"
+            raise ConfigError(key, f"{message}{similar_path(path)}")

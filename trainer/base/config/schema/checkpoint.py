@@ -1,0 +1,52 @@
+"""Settings of checkpoints and of the initial weights."""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from trainer.base.config.schema.constraint import Constraint, StepsOrZero
+
+SAVING = Constraint(used_with="[checkpoint] enabled")
+INITIALIZED = Constraint(only_with="[checkpoint] init_from")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    enabled: bool = True
+    """Whether to save checkpoints. false: a stopped run is lost, which suits measurements and trials."""
+    interval_steps: Annotated[StepsOrZero, SAVING] = 500
+    """Number of steps between checkpoints; 0: save only after the last step. The last step is always saved."""
+    async_mode: Annotated[Literal["off", "thread", "process"], SAVING] = "off"
+    """Method of writing checkpoints. "off": training waits until a checkpoint is written. "thread", "process": training waits
+    only for a copy to host memory. A thread or a separate process (Linux only) then writes this copy in the background."""
+    keep: Annotated[int, Constraint(min=0, max=10**9, unit="checkpoints", used_with="[checkpoint] enabled")] = 0
+    """Number of the latest complete checkpoints to keep. Each save deletes older checkpoints. 0: keep all checkpoints."""
+    keep_interval_steps: Annotated[StepsOrZero, Constraint(used_with="[checkpoint] keep > 0")] = 0
+    """Checkpoints whose step is a multiple of this number are kept in addition to the `keep` latest ones. 0: keep no others."""
+    on_failure: Annotated[Literal["continue", "stop"], SAVING] = "continue"
+    """Action after a failed save (for example, on a full disk). "continue": log a warning and save again at the next interval;
+    "stop": end the run. In both cases, the last save of a run must succeed."""
+    load_step: Annotated[
+        int | Literal["best"], Constraint(min=0, max=10**12, unit="steps", only_with="[checkpoint] enabled")
+    ] = 0
+    """Step to roll back to, or "best": that of the best checkpoint. The first start with this value moves the run's newer
+    checkpoints to discarded-N/. 0: resume from the latest checkpoint."""
+    init_from: str = ""
+    """Path of a new run's initial weights: a run folder (its newest checkpoint; with @best at the end of the path, its best one),
+    checkpoint or Hugging Face model folder. Empty: random weights."""
+    init_averaged: Annotated[bool, INITIALIZED] = False
+    """Whether to take the averaged weights of the checkpoint ([optimizer] ema_decay)."""
+    resize_embeddings: Annotated[bool, INITIALIZED] = False
+    """Whether to accept weights with a smaller vocabulary. New embedding and output rows become the mean of the loaded rows."""
+    init_exclude: Annotated[tuple[str, ...], INITIALIZED] = ()
+    """Names of parameters that are initialized randomly, not loaded from init_from. Examples: output.weight, layers.7.*."""
+    export_huggingface: Annotated[bool, Constraint(only_with="[checkpoint] enabled")] = False
+    """Whether to also write the model to the run folder in Hugging Face format after the last step; with [lora] rank, only the
+    adapter, in the format of the package peft."""
+    export_averaged: Annotated[
+        bool, Constraint(only_with="[checkpoint] export_huggingface and [optimizer] ema_decay")
+    ] = False
+    """Whether export_huggingface writes the averaged weights."""
+    export_checkpoint: Annotated[Literal["last", "best"], Constraint(only_with="[checkpoint] export_huggingface")] = (
+        "last"
+    )
+    """Checkpoint that export_huggingface writes: that of the last step, or the best one by [evaluation] keep_best_on."""

@@ -1,0 +1,97 @@
+"""The settings of a TOML file."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import tomli
+
+from trainer.base.config.errors import ConfigError
+from trainer.base.config.fields import coerce, settings
+from trainer.base.config.foreign import SECTIONS, replacement
+from trainer.base.config.given import GivenValue
+from trainer.base.config.toml_text import toml_value
+from trainer.base.config.unknown_names import IN_FILE, REMOVED, elsewhere
+from trainer.base.system.spelling import did_you_mean, nearest, nearest_path
+
+DEFAULT_CONFIG = Path(__file__).parents[3] / "train_configs" / "debug.toml"
+
+
+def settings_of_file(file: str) -> Iterator[GivenValue]:
+    """Yield each value in the file. Raises ConfigError for a section or a key that does not exist."""
+    sections = {setting.section for setting in settings().values()}
+    for section, body in _read_toml(file).items():
+        if not isinstance(body, dict):
+            own = f"; write [{section}] as a table" if section in sections else ""
+            hint = replacement(section, IN_FILE) or elsewhere(section) or own
+            raise ConfigError("", f"{file} {section} = {toml_value(body)}: the key is outside any [section]{hint}")
+        if section not in sections:
+            raise _unknown_section(file, section, body)
+        for name, raw in body.items():
+            yield from _values_of_key(file, section, name, raw)
+
+
+def _unknown_section(file: str, section: str, body: dict[str, Any]) -> ConfigError:
+    """Return the error of a section that does not exist. It names what replaces the first key that another trainer has too."""
+    for name in body:
+        if hint := replacement(f"{section}.{name}", IN_FILE):
+            return ConfigError("", f"{file} [{section}] {name}: unknown section{hint}")
+    sections = {setting.section for setting in settings().values()}
+    own = SECTIONS.get(section)
+    hint = f"; did you mean [{own}]?" if own else did_you_mean(section, sections, "[{}]")
+    return ConfigError("", f"{file} [{section}]: unknown section{hint}")
+
+
+def _values_of_key(file: str, section: str, name: str, raw: Any) -> Iterator[GivenValue]:
+    """Yield the value of a key, or of each entry of the key's table."""
+    setting = settings().get(f"{section}.{name}")
+    if setting is None:
+        siblings = [s.name for s in settings().values() if s.section == section]
+        removed = REMOVED.get(f"{section}.{name}")
+        hint = replacement(f"{section}.{name}", IN_FILE) or elsewhere(name) or did_you_mean(name, siblings)
+        hint = f"; {removed}" if removed else hint
+        raise ConfigError("", f"{file} [{section}] {name}: unknown key{hint}")
+    origin = f"{file} [{section}] {name} = {toml_value(raw)}"
+    if not setting.is_table:
+        yield GivenValue(setting=setting, entry="", parse=coerce, raw=raw, origin=origin)
+    elif isinstance(raw, dict):
+        for entry, value in raw.items():
+            origin = f"{file} [{setting.key}] {entry} = {toml_value(value)}"
+            yield GivenValue(setting=setting, entry=entry, parse=coerce, raw=value, origin=origin)
+    else:
+        raise ConfigError("", f"{origin}: expected a table")
+
+
+def _read_toml(file: str) -> dict[str, Any]:
+    try:
+        content = tomli.loads(Path(file).read_text(encoding="utf-8-sig"))
+        toml_value(content)  # error messages show values in this form
+        return content
+    except FileNotFoundError:
+        problem = f"no such file{_similar_file(file)}"
+    except IsADirectoryError:
+        problem = "expected a TOML file, got a folder"
+    except OSError as error:
+        problem = f"cannot be read ({error.strerror})"
+    except UnicodeDecodeError as error:
+        problem = f"not UTF-8 text (byte {error.start})"
+    except tomli.TOMLDecodeError as error:
+        is_toml = Path(file).suffix not in (".yaml", ".yml", ".json", ".py")
+        problem = f"not valid TOML: {error}" if is_toml else "expected a TOML file such as train_configs/debug.toml"
+    except (ValueError, RecursionError):  # a number has thousands of digits, or values are nested hundreds of times
+        problem = "a value is too long or nested too deep"
+    raise ConfigError("", f"--config {file}: {problem}")
+
+
+def _similar_file(file: str) -> str:
+    """Return a hint with the existing file that the user may have meant: one of train_configs/ by its name alone, or a similar
+    name in the same folder."""
+    named = Path(file).stem
+    for path in (Path(f"{file}.toml"), DEFAULT_CONFIG.parent / f"{named}.toml"):
+        if path.exists():
+            return f"; did you mean '{os.path.relpath(path)}'?"
+    shipped = {path.stem: os.path.relpath(path) for path in DEFAULT_CONFIG.parent.glob("*.toml")}
+    shipped_name = shipped.get(nearest(named, shipped), "")
+    similar = found if (found := nearest_path(file)).endswith(".toml") else shipped_name or found
+    return similar and f"; did you mean '{similar}'?"

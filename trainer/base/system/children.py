@@ -1,0 +1,137 @@
+"""Processes that multiprocessing starts, and their behaviour after signals."""
+
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import cache
+from multiprocessing import connection, forkserver, resource_tracker, util
+from multiprocessing.context import BaseContext, ForkProcess, ForkServerContext, ForkServerProcess, SpawnProcess
+from multiprocessing.process import BaseProcess
+
+from trainer.base.system.process import limit_spinning
+from trainer.base.system.signals import STOP_SIGNALS
+
+
+class _KilledProcess(BaseProcess):
+    is_killed = False
+    """Whether `terminate` has ended this process."""
+
+    def terminate(self) -> None:
+        # Not by the exit code, which the kernel gives to one thread, a little later.
+        if not connection.wait([self.sentinel], timeout=0):
+            self.is_killed = True
+            self.kill()
+
+
+class _KilledForkProcess(_KilledProcess, ForkProcess):
+    pass
+
+
+class _KilledSpawnProcess(_KilledProcess, SpawnProcess):
+    pass
+
+
+class _KilledForkServerProcess(_KilledProcess, ForkServerProcess):
+    pass
+
+
+_KILLED = {"fork": _KilledForkProcess, "spawn": _KilledSpawnProcess, "forkserver": _KilledForkServerProcess}
+
+
+def for_pool(context: BaseContext) -> BaseContext:
+    """Return a context for a ProcessPoolExecutor whose processes ignore SIGTERM.
+
+    When a process of a pool dies, the pool terminates the others and waits for them. From Python 3.12 on, it holds a lock
+    meanwhile, for which `submit` and `shutdown` wait. In this context `terminate` kills, and marks processes with `is_killed`."""
+    method = context.get_start_method()
+    own = type(multiprocessing.get_context(method))()
+    own.Process = _KILLED[method]
+    return own
+
+
+@contextmanager
+def children_ignore_signals() -> Iterator[None]:
+    """Context manager in which new processes inherit that stop signals are blocked, because this process handles them. After
+    Ctrl-C, they would otherwise print tracebacks while they import modules. This process handles Ctrl-C when the block ends."""
+    received = []
+    handler = signal.getsignal(signal.SIGINT)
+    if callable(handler):  # otherwise SIGINT is ignored
+        signal.signal(signal.SIGINT, lambda *arguments: received.append(arguments))  # other threads receive it too
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    resource_tracker.ensure_running()  # unblocks SIGINT and SIGTERM, now or when a process starts
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        if callable(handler):
+            signal.signal(signal.SIGINT, handler)
+            if received:
+                handler(*received[0])
+
+
+def end_children() -> None:
+    """Kill the processes that multiprocessing has started, unlink its semaphores, about which Python would warn otherwise, and
+    remove its temporary folder."""
+    children = multiprocessing.active_children()
+    util._run_finalizers(0)
+    for child in children:  # last, because another thread may report that a child was killed
+        child.kill()
+    if server := forkserver._forkserver._forkserver_pid:
+        with suppress(ProcessLookupError):  # it has just ended
+            os.kill(server, signal.SIGKILL)
+    util._run_finalizers()
+
+
+def require_main_guard() -> None:
+    """Raise RuntimeError if a new process of multiprocessing runs this while it imports the main file of its parent again. A run
+    that it started would wait for the parent's."""
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise RuntimeError(
+            "a worker process imports this file: put the code that starts a run under if __name__ == '__main__'"
+        )
+
+
+def exit_with_parent() -> None:
+    """Exit when the process that started this one through multiprocessing exits for any reason. The kernel cannot do this: the
+    parent of a fork server's child is the fork server, which runs until its children exit."""
+
+    def wait() -> None:
+        if parent := multiprocessing.parent_process():
+            parent.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def start_fork_server(modules: Sequence[str]) -> ForkServerContext:
+    """Return a context whose processes are forked from a server that has imported the modules. They ignore stop signals."""
+    limit_spinning()  # the server inherits it
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(modules))
+    with children_ignore_signals(), _short_socket_paths():
+        forkserver.ensure_running()
+    return context
+
+
+@contextmanager
+def _short_socket_paths() -> Iterator[None]:
+    """Context manager in which multiprocessing makes sockets in its temporary folder under a short path. The path of a socket has
+    at most 107 characters, and TMPDIR may be longer."""
+    folder, options = util.get_temp_dir(), multiprocessing.current_process()._config
+    if sys.platform == "linux":
+        options["tempdir"] = f"/proc/self/fd/{_opened(folder)}"
+    try:
+        yield
+    finally:
+        options["tempdir"] = folder
+
+
+@cache
+def _opened(folder: str) -> int:
+    """Return a descriptor of a folder, which stays open: this process uses its path whenever it connects to a socket."""
+    return os.open(folder, os.O_PATH | os.O_CLOEXEC)

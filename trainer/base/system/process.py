@@ -1,0 +1,100 @@
+"""Properties of a process and its node: cores, rank, memory and signals."""
+
+import ctypes
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+
+from trainer.base.system.dependencies import require_dependencies
+from trainer.base.system.signals import STOP_SIGNALS
+from trainer.base.system.streams import open_standard_streams, print_error, require_stdout
+
+
+def cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def local_rank() -> int:
+    """Return the index of this process among the ranks of its node. An invalid LOCAL_RANK, whose error is being printed, is 0."""
+    text = os.environ.get("LOCAL_RANK", "0")
+    return int(text) if text.isdecimal() else 0
+
+
+def node_id() -> str:
+    """Return an identifier of this node: its index if torchrun started this process, otherwise the host name."""
+    return os.environ.get("GROUP_RANK") or socket.gethostname()
+
+
+def meminfo(name: str) -> int:
+    """Return an entry of /proc/meminfo, in bytes. Raises OSError on systems other than Linux."""
+    entries = dict(line.split()[:2] for line in Path("/proc/meminfo").read_text().splitlines())
+    return int(entries[f"{name}:"]) * 1024
+
+
+def memory_available() -> int | None:
+    """Return the number of bytes that this process can allocate without swapping, or None if unknown."""
+    try:
+        free = meminfo("MemAvailable")
+    except OSError:
+        return None
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
+        statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        return min(free, limit - used + int(statistics["inactive_file"]))
+    except (OSError, ValueError, KeyError):  # this process is not in a container, or the container has no limit
+        return free
+
+
+def limit_spinning() -> None:
+    """Let OpenMP threads that wait for others sleep after a few microseconds, unless the user has chosen another policy. By
+    default they wait actively for milliseconds, which slows down a run beside other jobs. Call this before torch is imported."""
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "3000")
+
+
+def spins() -> bool:
+    """Return whether OpenMP threads of this process would wait actively for milliseconds."""
+    return not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys()
+
+
+def die_with_parent() -> None:
+    """On Linux, have the kernel kill this process when its parent exits for any reason."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+def exit_on_interrupt() -> None:
+    """Let Ctrl-C print one line and exit with code 130 until `restore_interrupt` is called. Importing torch takes seconds.
+
+    Scripts call this first, so it also opens standard streams that are closed, and exits with code 2 if stdout was, or if a
+    dependency is not installed.
+    """
+    open_standard_streams()
+    require_stdout()
+    require_dependencies()
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a background job of a shell ignores SIGINT
+        signal.signal(signal.SIGINT, _exit_interrupted)
+
+
+def restore_interrupt() -> None:
+    """Let Ctrl-C raise KeyboardInterrupt again."""
+    if signal.getsignal(signal.SIGINT) is _exit_interrupted:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _exit_interrupted(*_: object) -> None:
+    if local_rank() == 0:
+        print_error("interrupted")
+    os._exit(130)
+
+
+def detach_signals(*_: object) -> None:
+    """Ignore stop signals, because the parent process handles them. Exit when the parent process exits."""
+    signal.set_wakeup_fd(-1)
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    die_with_parent()

@@ -1,0 +1,118 @@
+"""What a checkpoint says about its model: model.json, and the names of its parameters."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, get_origin, get_type_hints
+
+from torch import Tensor
+
+from models import MODELS
+from models.spec import ModelSpec, SizeError, meta_model, saved_weights
+from trainer.base.config import ConfigError
+from trainer.base.system.checkpoint_folder import MODEL_FILE
+from trainer.base.system.files import LARGEST_JSON, parse_json_object
+from trainer.checkpoint import manifest
+from trainer.checkpoint.commit import Tensors, require_match
+from trainer.checkpoint.manifest import CorruptError
+from trainer.checkpoint.storage import Read, TensorMetadata, read_index, read_slice
+from trainer.data.tokenizer.backends import TOKENIZERS
+
+CHAT_TEMPLATE = "chat_template.jinja"
+GENERATION_CONFIG = "generation_config.json"
+
+
+@dataclass(frozen=True)
+class ModelMetadata:
+    """Content of model.json."""
+
+    family: str
+    sizes: Mapping[str, Any]
+    seq_len: int
+    context_window: int
+    """Longest sequence in the training of this model, or of the model from which it was initialized."""
+    tokenizer: str
+    """Tokenizer backend of the run, or "" for an imported model, which keeps its Hugging Face tokenizer files."""
+    tokenizer_files: tuple[str, ...]
+    special_token_ids: Mapping[str, Any]
+    """Values of bos_token_id, eos_token_id and pad_token_id in Hugging Face's configuration files."""
+    reuse_reserved_tokens: Mapping[str, str]
+    """Setting [tokenizer] reuse_reserved_tokens of the run."""
+    extra_special_tokens: tuple[str, ...]
+    """Setting [tokenizer] extra_special_tokens of the run."""
+    pattern: str = ""
+    """Setting [tokenizer] pattern, if the tokenizer is a tiktoken file."""
+    lora: Mapping[str, Any] = field(default_factory=dict)
+    """If the checkpoint contains an adapter: its settings rank, alpha, rslora and base_dtype, and path and hash of its base
+    model."""
+
+    def text(self) -> str:
+        return json.dumps(asdict(self), indent=1)
+
+    @classmethod
+    def read(cls, checkpoint: Path) -> "ModelMetadata":
+        """Read model.json of a checkpoint. Raises CorruptError."""
+        try:
+            values = parse_json_object(manifest.read_text(checkpoint / MODEL_FILE, LARGEST_JSON))
+            for setting in ("tokenizer_files", "extra_special_tokens"):
+                values[setting] = tuple(values[setting])
+            for name in values["tokenizer_files"]:
+                manifest.require_plain_filename(name, MODEL_FILE)
+            values.setdefault("pattern", "llama3" if values["tokenizer"] == "tiktoken" else "")  # as older checkpoints
+            values.setdefault("lora", {})  # older checkpoints contain complete models
+            values.setdefault("context_window", values["seq_len"])
+            types = {name: get_origin(hint) or hint for name, hint in get_type_hints(cls).items()}
+            if not all(isinstance(values[name], type_) for name, type_ in types.items()):
+                raise ValueError
+            if min(values["seq_len"], values["context_window"]) < 1:
+                raise ValueError
+            names = (*values["extra_special_tokens"], *values["reuse_reserved_tokens"].values())
+            if not all(isinstance(name, str) for name in names):
+                raise ValueError
+            if values["tokenizer"] and not (values["tokenizer"] in TOKENIZERS and values["tokenizer_files"]):
+                raise ValueError
+            return cls(**values)
+        except (ValueError, TypeError, KeyError):
+            raise CorruptError(f"{MODEL_FILE} does not describe a model") from None
+
+    def spec_and_sizes(self) -> tuple[ModelSpec, Any]:
+        """Return the model's family and sizes. Raises CorruptError."""
+        if self.family not in MODELS:
+            raise CorruptError(f"unknown model family {self.family}; available: {', '.join(MODELS)}")
+        spec = MODELS[self.family]
+        try:
+            return spec, spec.huggingface.sizes_type(**self.sizes)
+        except SizeError as error:
+            raise CorruptError(f"{MODEL_FILE}: {error}") from None
+        except TypeError:  # a name is missing or unknown
+            raise CorruptError(f"{MODEL_FILE} does not list the sizes of {self.family}") from None
+
+
+def model_index(checkpoint: Path, spec: ModelSpec, sizes: Any) -> dict[str, TensorMetadata]:
+    """Return tensor name -> metadata of the model's weights in a checkpoint. Raises CorruptError, or a ConfigError that lists
+    the tensors that are not those of the model."""
+    index = {name: stored for name, stored in read_index(checkpoint).items() if name.startswith("model/")}
+    weights = {f"model/{name}": value for name, value in saved_weights(meta_model(spec.model, sizes)).items()}
+    require_parameters(checkpoint, index, weights)
+    return index
+
+
+def averaged_index(folder: Path, index: Mapping[str, TensorMetadata]) -> tuple[dict[str, TensorMetadata], Read]:
+    """Return the index of a checkpoint's model, and its reader, with averaged weights in place of the trained parameters. index:
+    of the parameters. Raises ConfigError if the checkpoint has no averages, or CorruptError."""
+    stored = read_index(folder)
+    names = {key: name for key in index if (name := f"average/{key.removeprefix('model/')}") in stored}
+    if not names:
+        raise ConfigError("", f"{folder} contains no averaged weights: its run had no [optimizer] ema_decay")
+
+    def read(tensors: Any, key: str, ranges: tuple[slice, ...]) -> Tensor:
+        name, at, offsets = key.partition("@")
+        return read_slice(tensors, names.get(name, name) + at + offsets, ranges)
+
+    return {key: stored[names.get(key, key)] for key in index}, read
+
+
+def require_parameters(folder: Path, index: Mapping[str, TensorMetadata], parameters: Tensors) -> None:
+    unknown = [f"{name} is not a parameter of this model" for name in index if name not in parameters]
+    require_match(folder, index, parameters, cast=True, problems=unknown)

@@ -1,0 +1,290 @@
+"""Adapters in the format of the package peft."""
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from models.huggingface import text_name
+from models.moe import is_stack
+from models.sizes import text_of
+from models.spec import ModelSpec, meta_model
+from trainer.adapters.select import LORA_A, LORA_B, TrainedParameters, adaptable_weights, matrices_of, weight_of
+from trainer.base.config import ConfigError
+from trainer.base.system.files import atomic_folder
+from trainer.checkpoint.commit import Tensors, require_match
+from trainer.checkpoint.formats.adapter import AdapterCheckpoint
+from trainer.checkpoint.formats.huggingface import TEXT_MODEL, file_inside, open_tensors, read_object
+from trainer.checkpoint.formats.tokenizer_files import exported_files
+from trainer.checkpoint.formats.write_model import export_metadata, layer_order
+from trainer.checkpoint.manifest import CorruptError
+from trainer.checkpoint.storage import DTYPE_OF, TensorMetadata, TensorWrite, write_safetensors
+from trainer.runtime.dtensor import local_region
+
+PEFT_CONFIG, PEFT_TENSORS = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+"""Beginning of the names of tensors in peft's files."""
+_LEAVES = {LORA_A: "lora_A.weight", LORA_B: "lora_B.weight"}
+_UNSUPPORTED = (
+    *("use_dora", "lora_bias", "fan_in_fan_out", "rank_pattern", "alpha_pattern", "layer_replication"),
+    *("trainable_token_indices", "target_parameters", "use_qalora", "alora_invocation_tokens"),
+)
+"""Keys of adapter_config.json that change the meaning of an adapter. They must be absent or false."""
+
+
+class PeftNames:
+    """Names of parameters in peft's files, whose tensors may contain the rows of several parameters."""
+
+    def __init__(self, spec: ModelSpec, sizes: Any, text_model: str = TEXT_MODEL):
+        """text_model: see HfModelFolder.text_model, of the base model."""
+        self.text_model = text_model
+        self.hf, self.head_dim, self.model = spec.huggingface, sizes.head_dim, meta_model(spec.model, sizes)
+        self.parameters = dict(self.model.named_parameters())
+        matrices = self.hf.matrices(self.parameters)
+        self.first_row = self.hf.first_rows(matrices)
+        """Name of a parameter -> its first row in the stored tensor."""
+        self.groups = self.hf.tensors(matrices)
+        """Name of a stored tensor of the base model -> names of the parameters whose rows it contains, in order."""
+        self.num_rows = {name: sum(matrices[m].shape[0] for m in group) for name, group in self.groups.items()}
+        """Name of a stored tensor of the base model -> number of rows."""
+        # Without tied output projections, whose parameter has another name: they have no adapters.
+        adaptable = [name for name in adaptable_weights(self.model) if name in self.parameters]
+        self.adaptable = {
+            matrix: _module_of(self.hf.name(matrix)) for matrix in self.matrices(adaptable, self.parameters)
+        }
+        """Name of a matrix that can have an adapter -> name of its module in the base model."""
+
+    def matrices(self, names: Iterable[str], parameters: Mapping[str, Tensor]) -> list[str]:
+        """Return the names, each stack replaced by its matrices, `name@expert`. parameters: by name."""
+        matrices = []
+        for name in names:
+            if is_stack(self.model, name):
+                matrices += [f"{name}@{i}" for i in range(len(parameters[name]))]
+            else:
+                matrices.append(name)
+        return matrices
+
+    def base(self, name: str) -> str:
+        """Return the matrix of the base model to which a trained matrix belongs."""
+        return weight_of(name) if _leaf_of(name) else name
+
+    def in_base(self, stored: str) -> str:
+        """Return the name in the base model of a tensor or a module of the text model."""
+        is_inside = stored.startswith(f"{TEXT_MODEL}.")
+        return f"{self.text_model}{stored.removeprefix(TEXT_MODEL)}" if is_inside else stored
+
+    def stored(self, name: str) -> str:
+        stored, leaf = self.in_base(self.hf.name(self.base(name))), _leaf_of(name)
+        return _PREFIX + (f"{stored.removesuffix('weight')}{_LEAVES[leaf]}" if leaf else stored)
+
+    def shape(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape of the stored tensor of a trained matrix. shape: of the parameter, which may be a stack."""
+        rows, *columns = shape[-2:]
+        return rows if _leaf_of(name) == LORA_A else self.num_rows[self.hf.name(self.base(name))], *columns
+
+    def unsupported_adapters(self, adapted: Iterable[str]) -> str:
+        """Return why peft cannot load adapters of these weights, or "" if it can. transformers 5 stacks the matrices of experts.
+        There, peft converts adapters of experts, which it recognizes by the last words of their names, if none is missing."""
+        stacks = [name for name in adaptable_weights(self.model) if is_stack(self.model, name)]
+        adapted = set(adapted)
+        own = [name for name in stacks if name in adapted]
+        if own and self.hf.stack_of(own[0]) is not None:
+            return f"{own[0]} has adapters, and those of experts of {self.hf.architecture} are not written in peft's format"
+        if own and (missing := [name for name in stacks if name not in adapted]):
+            return (
+                f"{missing[0]} has no adapters, but {own[0]} has, and peft can only adapt all matrices of all experts"
+            )
+        words = {_last_word(self.adaptable[f"{name}@0"]) for name in stacks if self.hf.stack_of(name) is None}
+        for name in sorted(adapted - {*own}):
+            if (word := _last_word(self.adaptable[name])) in words:
+                return f"{name} has an adapter, but peft takes {word} for a matrix of experts"
+        return ""
+
+    def unsupported(self, fully: Iterable[str]) -> str:
+        """Return why peft cannot train these parameters of the model without training others, or "" if it can."""
+        if stack := next(filter(self.hf.is_stack, sorted(fully)), ""):
+            return f"{stack} contains the matrices of all experts, and peft cannot train them fully"
+        uses = [parameter for _, parameter in self.model.named_parameters(remove_duplicate=False)]
+        for stored, group in self.hf.tensors(sorted(fully, key=layer_order)).items():
+            name = group[0]
+            if len(group) < len(self.groups[stored]):
+                return f"{name} is a part of {stored}, and peft cannot train a part of a tensor"
+            if sum(use is self.parameters[name] for use in uses) > 1:
+                return f"{name} is also the output weight, and peft cannot train tied embeddings"
+        return ""
+
+
+def _leaf_of(name: str) -> str:
+    """Return LORA_A or LORA_B for a matrix of an adapter, and "" for another parameter."""
+    parameter = name.partition("@")[0]
+    return next(filter(parameter.endswith, _LEAVES), "")
+
+
+def _module_of(stored: str) -> str:
+    return stored.removesuffix(".weight")
+
+
+def _last_word(module: str) -> str:
+    return module.rpartition(".")[2]
+
+
+def require_peft_support(names: PeftNames, trained: TrainedParameters, key: str = "") -> None:
+    """Raise ConfigError if peft cannot train these parameters without training others. key: setting that requires peft's format,
+    or "" for a command."""
+    if problem := names.unsupported(trained.fully) or names.unsupported_adapters(trained.adapted):
+        raise ConfigError(key, f"{problem}; scripts/convert_hf.py merge writes the complete model")
+
+
+def peft_settings(folder: Path) -> dict[str, Any]:
+    """Return setting of [lora] -> value. Raises CorruptError or ConfigError if adapter_config.json does not describe a supported
+    adapter."""
+    config = read_object(folder / PEFT_CONFIG)
+    fixed = {"peft_type": ("LORA",), "bias": ("none", None)}
+    fixed |= {"init_lora_weights": (True, False, "gaussian", "eva", "orthogonal", None)}  # others change the base
+    for key, values in (fixed | dict.fromkeys(_UNSUPPORTED, (None, False, [], {}))).items():
+        if config.get(key) not in values:
+            expected = " or ".join(json.dumps(value) for value in values if value is not None)
+            raise CorruptError(f"{PEFT_CONFIG}: {key} {text_of(config.get(key))} must be {expected}")
+    scale = {"rank": config.get("r", 8), "alpha": config.get("lora_alpha", 8)}
+    return scale | {"rslora": bool(config.get("use_rslora"))}
+
+
+@torch.no_grad()
+def load_peft(folder: Path, names: PeftNames, own: Tensors, trained: Tensors) -> None:
+    """Load this rank's parameters in place.
+
+    Args:
+        own: This rank's parameters, as in load_adapter.
+        trained: As in load_adapter.
+
+    Raises:
+        CorruptError: The files are damaged.
+        ConfigError: The configuration is not supported, or the adapter is another one.
+    """
+    with open_tensors(file_inside(folder, PEFT_TENSORS)) as tensors:
+        index, key_of = {}, {}
+        for key in tensors.keys():  # noqa: SIM118
+            stored, name = tensors.get_slice(key), key.removeprefix(_PREFIX)
+            name = f"{_PREFIX}{text_name(name) or name}"
+            dtype = DTYPE_OF.get(stored.get_dtype(), torch.uint8)
+            key_of[name], index[name] = key, TensorMetadata(dtype, tuple(stored.get_shape()), ())
+
+        def read(name: str) -> Tensor:
+            return tensors.get_tensor(key_of[name])
+
+        stored = names.matrices([n for n in trained if not names.hf.is_stack(n)], trained)
+        shapes = {name: names.shape(name, trained[name.partition("@")[0]].shape) for name in stored}
+        expected = {names.stored(name): torch.empty(shape, device="meta") for name, shape in shapes.items()}
+        stacks = [weight for n in trained if _leaf_of(n) and names.hf.stack_of(weight := weight_of(n)) is not None]
+        problems = [names.unsupported(trained.keys() & names.parameters.keys()), names.unsupported_adapters(stacks)]
+        problems = [*filter(None, problems)]
+        problems += [f"{key} is not trained by this run" for key in sorted(index.keys() - expected.keys())]
+        require_match(folder, index, expected, cast=True, problems=problems)
+        # The rows are compared only now, because all tensors have the expected shapes.
+        require_match(folder, {}, {}, cast=True, problems=[*_dropped_rows(names, read, trained)])
+        for name, parameter in own.items():
+            local, region = local_region(parameter)
+            if is_stack(names.model, name):  # the adapters of this rank's experts
+                for i, matrix in enumerate(local, region[0].start):
+                    matrix.copy_(read(names.stored(f"{name}@{i}"))[region[1:]])
+                continue
+            value = read(names.stored(name))
+            if not name.endswith(LORA_A):
+                base = names.base(name)
+                value = value[names.first_row[base] :][: parameter.shape[0]]
+                value = names.hf.restore(base, value, names.head_dim)
+            local.copy_(value[region])
+
+
+def _dropped_rows(names: PeftNames, read: Callable[[str], Tensor], trained: Tensors) -> Iterator[str]:
+    """Yield the problem of each second matrix whose rows of parameters that the run does not train are not zero. read: returns a
+    tensor by the name that it has if the base is a text model."""
+    second = names.matrices([name for name in trained if name.endswith(LORA_B)], trained)
+    for stored, group in names.hf.tensors(map(names.base, second)).items():
+        if len(group) < len(names.groups[stored]):
+            key = names.stored(matrices_of(group[0])[1])
+            untrained = torch.ones(names.num_rows[stored], dtype=torch.bool)
+            for name in group:
+                untrained[names.first_row[name] :][: len(names.parameters[name])] = False
+            if read(key)[untrained].any():
+                yield f"{key} has nonzero rows that are not trained by this run"
+
+
+def write_peft(checkpoint: Path, out: Path, averaged: bool = False) -> None:
+    """Write the adapter of a checkpoint in the format of the package peft, with its tokenizer and chat template. If several
+    matrices are stored as one tensor, their adapters become one adapter, whose second matrix is block-diagonal. Replaces `out`.
+    averaged: whether to write the averaged weights. Raises CorruptError or ConfigError."""
+    adapter = AdapterCheckpoint.open(checkpoint, alone=True, averaged=averaged)
+    config, names = adapter.config, PeftNames(adapter.spec, adapter.sizes, adapter.text_model)
+    require_peft_support(names, adapter.trained)
+    files = exported_files(checkpoint, adapter.metadata)
+    adapted = sorted(adapter.trained.adapted, key=layer_order)
+    groups = names.hf.tensors(names.matrices(adapted, names.parameters))
+    own = names.hf.tensors(sorted(adapter.trained.fully, key=layer_order))
+
+    def own_rows(name: str) -> Tensor:
+        return names.hf.reorder(name, adapter.read(name), names.head_dim)
+
+    entries = []
+    for stored, group in groups.items():
+        first_matrices, rank = [matrices_of(name)[0] for name in group], config.rank * len(group)
+        a = adapter.index[f"model/{first_matrices[0].partition('@')[0]}"]
+        first, second = map(names.stored, matrices_of(group[0]))
+        entries += [
+            TensorWrite(first, a.dtype, (rank, a.shape[-1]), partial(map, adapter.read, first_matrices)),
+            TensorWrite(
+                second, a.dtype, (names.num_rows[stored], rank), partial(_block_diagonal, adapter, names, group)
+            ),
+        ]
+    for stored, group in own.items():
+        first = adapter.index[f"model/{group[0]}"]
+        shape = names.num_rows[stored], *first.shape[1:]
+        entries.append(TensorWrite(names.stored(group[0]), first.dtype, shape, partial(map, own_rows, group)))
+    fused = {names.in_base(_module_of(n)): len(group) for n, group in groups.items() if len(group) > 1}
+    # peft joins the adapters of w1 and w3 to one of twice the rank and alpha. With rslora, that would change the scale.
+    rslora = config.rslora and not any("@" in group[0] for group in groups.values())
+    alpha = config.alpha if rslora == config.rslora else config.scale * config.rank
+    content = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(adapter.base),
+        "r": config.rank,
+        "lora_alpha": alpha,
+        "lora_dropout": 0.0,
+        "use_rslora": rslora,
+        "bias": "none",
+        "target_modules": _target_modules(names, groups),
+        "modules_to_save": [names.in_base(_module_of(stored)) for stored in own] or None,
+        "rank_pattern": {module: config.rank * n for module, n in fused.items()},
+        "alpha_pattern": {module: alpha * (n**0.5 if rslora else n) for module, n in fused.items()},
+        "inference_mode": True,
+    }
+    with atomic_folder(out) as folder:
+        write_safetensors(folder / PEFT_TENSORS, entries, export_metadata(checkpoint, averaged))
+        (folder / PEFT_CONFIG).write_text(json.dumps(content, indent=2) + "\n")
+        for name, file in files.items():
+            (folder / name).write_bytes(file)
+
+
+def _block_diagonal(adapter: AdapterCheckpoint, names: PeftNames, group: Sequence[str]) -> Iterator[Tensor]:
+    """Yield the matrix whose blocks are the second matrices of the group. The rows of other parameters are zero."""
+    blocks = [adapter.read(matrices_of(name)[1]) for name in group]
+    rank = adapter.config.rank
+    matrix = blocks[0].new_zeros(names.num_rows[names.hf.name(group[0])], rank * len(group))
+    for i, (name, block) in enumerate(zip(group, blocks, strict=True)):
+        rows = names.hf.reorder(name, block, names.head_dim)
+        matrix[names.first_row[name] :][: len(rows), i * rank : (i + 1) * rank] = rows
+    yield matrix
+
+
+def _target_modules(names: PeftNames, stored: Iterable[str]) -> list[str]:
+    """Return the shortest names that peft recognizes: those of the modules in a layer, if all layers have the same targets. The
+    modules of other modalities have these names too."""
+    targets = set(map(_module_of, stored))
+    words = set(map(_last_word, targets))
+    is_uniform = {module for module in names.adaptable.values() if _last_word(module) in words} == targets
+    return sorted(words if is_uniform and names.text_model == TEXT_MODEL else map(names.in_base, targets))

@@ -1,0 +1,125 @@
+"""The page as HTML: one file, which needs no network and no server."""
+
+import base64
+import hashlib
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from trainer.tools.report.drawing import TIMELINE, draw
+from trainer.tools.report.events import Event, Overview, Samples, event_rows, overview_of, samples_of
+from trainer.tools.report.figures import MEANS, PHASE_POINTS, figures_of
+from trainer.tools.report.plan import Plan
+from trainer.tools.report.run import Run, differing
+
+GENERATOR = '<meta name="generator" content="meshwright report">'
+"""Tag by which a page of this script is recognized."""
+_FOLDER = Path(__file__).parent
+_FACTS = {
+    "git_clean": "clean git tree",
+    "cpu": "CPU",
+    "cpu_count": "CPU cores",
+    "world_size": "ranks",
+    "python": "Python",
+}
+"""Key of environment.json -> its name on the page, where it is not the words of the key."""
+
+
+@dataclass(frozen=True)
+class View:
+    """What the page shows of one run, beside its curves."""
+
+    run: Run
+    plan: Plan | str | None
+    overview: Overview
+    events: list[Event]
+    events_left: int
+    samples: list[Samples]
+    samples_left: int
+    changed: list[tuple[str, str, str]]
+
+
+@dataclass(frozen=True)
+class Watch:
+    """What a served page needs to notice changes."""
+
+    version: str
+    interval_s: float
+
+
+def view_of(run: Run, plan: Plan | str | None) -> View:
+    events = run.records.events
+    return View(run, plan, overview_of(run), *event_rows(events), *samples_of(events), run.changed_settings())
+
+
+def render(runs: Sequence[Run], plans: Sequence[Plan | str | None], watch: Watch | None = None) -> str:
+    """Return the page. Raises ConfigError if Bokeh is not installed.
+
+    Args:
+        runs: Runs, in the order in which the page shows them.
+        plans: See figures_of.
+        watch: For a page that is served. None: a file.
+    """
+    figures = figures_of(runs, plans)
+    drawing = draw(figures, runs)
+    views = [view_of(run, plan) for run, plan in zip(runs, plans, strict=True)]
+    watched = {"version": watch.version, "interval_s": watch.interval_s} if watch else None
+    facts = {"roots": drawing.roots, "steps": drawing.steps, "watch": watched}
+    data = f'{json.dumps(facts)[:-1]}, "document": {drawing.document}}}'
+    script = (_FOLDER / "page.js").read_text()
+    templates = Environment(loader=FileSystemLoader(_FOLDER), autoescape=True, undefined=StrictUndefined)
+    return templates.get_template("page.html.jinja").render(
+        title=f"Report of {', '.join(run.label for run in runs[:3])}{f' and {len(runs) - 3} more' * (len(runs) > 3)}",
+        written=time.strftime("%Y-%m-%d %H:%M:%S"),
+        policy=_policy([drawing.script, script]),
+        watch=watch,
+        views=views,
+        figures=figures,
+        phase_points=PHASE_POINTS,
+        means=MEANS,
+        timeline=TIMELINE if TIMELINE in drawing.roots else "",
+        has_samples=any(view.samples for view in views),
+        differing=differing(runs) if len(runs) > 1 else [],
+        environment=_environment(runs),
+        packages=_packages(runs),
+        css=Markup((_FOLDER / "page.css").read_text()),
+        data=Markup(data.replace("<", "\\u003c")),  # nothing in the JSON can end the element
+        plotting=Markup(drawing.script),
+        script=Markup(script),
+    )
+
+
+def _policy(scripts: Sequence[str]) -> str:
+    """Return a policy with which a browser runs only these scripts, and connects only to the server of a watched page."""
+    hashes = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
+    allowed = " ".join(f"'sha256-{digest}'" for digest in hashes)
+    return (
+        f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data:; connect-src 'self'; "
+        "base-uri 'none'; form-action 'none'"
+    )
+
+
+def _environment(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
+    """Return (fact in words, its value in each run), without the packages and the command."""
+    keys = dict.fromkeys(key for run in runs for key in run.environment if key not in ("packages", "command"))
+    return [(_FACTS.get(key, key.replace("_", " ")), [_text(run.environment.get(key)) for run in runs]) for key in keys]
+
+
+def _packages(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
+    """Return (package, its version in each run)."""
+    found = [run.environment.get("packages") for run in runs]
+    versions = [packages if isinstance(packages, dict) else {} for packages in found]
+    keys = sorted({key for packages in versions for key in packages}, key=str.lower)
+    return [(key, [_text(packages.get(key)) for packages in versions]) for key in keys]
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return "" if value is None else value if isinstance(value, str) else json.dumps(value)
