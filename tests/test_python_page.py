@@ -62,9 +62,12 @@ def test_the_metric_of_an_objective_is_recorded(folder):
 
 
 def test_a_file_that_lacks_the_guard_of_its_main_part_is_told_so(folder):
-    """The process that saves imports it again."""
+    """The processes that prepare data import it again."""
     code = EXAMPLES["Your own loss and metric in the built trainer"]
-    settings = '"--checkpoint.async_mode", "process", "--run.name", "unguarded"'
+    (folder / "large").mkdir()
+    for i in range(4):  # several chunks
+        (folder / "large" / f"{i}.txt").write_text("some words\n" * 500_000)
+    settings = '"--data.path", "large", "--data.prepare_workers", "2", "--run.name", "unguarded"'
     (folder / "unguarded.py").write_text(code.replace('"--run.name", "smoothed"', settings))
     result = run(folder, "unguarded.py")
     assert result.returncode != 0

@@ -325,7 +325,7 @@ def memory(session: Session) -> Iterator[tuple[str, Task]]:
 
 
 def saves(session: Session) -> Iterator[tuple[str, Task]]:
-    for mode in ("off", "thread", "process"):
+    for mode in ("off", "thread"):
 
         def run(mode: str = mode) -> Row:
             changes = {"checkpoint.enabled": "true", "checkpoint.async_mode": mode, "checkpoint.interval_steps": "2"}

@@ -1,8 +1,6 @@
 """Asynchronous saves: content, results and failures of every mode."""
 
 import errno
-import os
-import signal
 
 import pytest
 import torch
@@ -10,12 +8,12 @@ import torch.distributed as dist
 
 from tests.checkpoint.test_commit import load, names
 from trainer.checkpoint import commit, storage
-from trainer.checkpoint.async_save import WRITERS, WriterDied
+from trainer.checkpoint.async_save import WRITERS
 from trainer.checkpoint.commit import SaveRequest
 from trainer.checkpoint.storage import read_index
 from trainer.tools.testing.ranks import RankError
 
-MODES = ["off", "thread", "process"]
+MODES = list(WRITERS)
 FILES = {"train_state.json": b'{"step": 1, "cursor": 0, "fingerprint": {}}'}
 
 
@@ -103,42 +101,12 @@ def failing(mode, folder, known_before):
     return [(result.step, str(result.failure)) for result in results]
 
 
-@pytest.mark.parametrize("mode", ["off", "thread"])
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("size", [1, 2])
 def test_failure_is_reported_and_the_next_save_succeeds(ranks, tmp_path, size, mode):
     expected = [(1, "step 1 could not be saved: rank 0: shard: No space left on device"), (1, "None")]
     assert ranks(size).run(failing, mode, tmp_path, 0) == [expected] * size
     assert names(tmp_path) == ["step-00000001"]
-
-
-def killed(folder):
-    tensors = {"model/w": torch.ones(4)}
-    saver = saver_of("process", tensors)
-    saver.save(request_of(folder, 1), tensors)
-    assert saver.wait()[0].failure is None
-    dist.barrier()
-    if dist.get_rank() == dist.get_world_size() - 1:
-        os.kill(saver.process.pid, signal.SIGKILL)
-        saver.process.join()
-    try:
-        saver.before_update()
-        before = ""
-    except WriterDied as error:
-        before = str(error)
-    saver.save(request_of(folder, 2), tensors)
-    (result,) = saver.wait()
-    saver.close()
-    return before, type(result.failure).__name__, str(result.failure)
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_killed_writer_is_reported_on_all_ranks(ranks, tmp_path, size):
-    *others, last = ranks(size).run(killed, tmp_path)
-    end = "the checkpoint writer process was killed by SIGKILL"
-    assert last == (f"no further step can be saved: {end}", "WriterDied", f"step 2 could not be saved: {end}")
-    for before, error_type, failure in others:
-        assert (before, error_type) == ("", "WriterDied")
-        assert failure.startswith("step 2 could not be saved: ")
 
 
 def bug(folder):

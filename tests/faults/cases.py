@@ -10,7 +10,6 @@ CASES: dict[int, tuple[str, Callable[[FaultHarness, SeededRandom], str | None]]]
     1: ("SIGKILL to all processes at a random moment, in every save mode: same result", processes.case_1),
     2: ("SIGKILL to one rank: the others end within 5 s and report it; same result", processes.case_2),
     3: ("SIGKILL to the launcher: no process remains after 10 s; same result", processes.case_3),
-    4: ("SIGKILL to the writer process: reported, run stops; same result", processes.case_4),
     5: ("SIGTERM or SIGINT to the launcher: no step lost, exit code 0; same result", processes.case_5),
     6: ("SIGTERM or SIGINT to one rank: all ranks save the same step; same result", processes.case_6),
     7: ("second signal during the save after the first: same result", processes.case_7),
@@ -22,7 +21,7 @@ CASES: dict[int, tuple[str, Callable[[FaultHarness, SeededRandom], str | None]]]
     13: ("runs without a fault exit 0", processes.case_13),
     14: ("a rank that never joins is reported", processes.case_14),
     15: (
-        "SIGKILL at 12 points of a save, 3 modes, 1, 2 and 4 ranks: old or new checkpoint; same result",
+        "SIGKILL at 12 points of a save, 2 modes, 1, 2 and 4 ranks: old or new checkpoint; same result",
         saves.case_15,
     ),
     16: ("SIGKILL while a step is saved again: old or new checkpoint", saves.case_16),

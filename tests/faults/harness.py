@@ -153,10 +153,6 @@ class TrialRun:
             if "train.py" in args and pid != self.process.pid and "spawn" not in args
         ]
 
-    def writer_pids(self) -> list[int]:
-        """Return the ids of the checkpoint writer processes."""
-        return [pid for pid, args in self.processes() if "spawn_main" in args]
-
     def step(self) -> int:
         """Return the last recorded step."""
         try:

@@ -22,7 +22,7 @@ from tests.faults.harness import (
 )
 from trainer.base.system.checkpoint_folder import latest_per_step, step_of
 
-MODES = ("off", "thread", "process")
+MODES = ("off", "thread")
 
 
 def mode_flags(mode: str) -> list[str]:
@@ -75,21 +75,6 @@ def case_3(harness: FaultHarness, rng: SeededRandom) -> None:
     flags, _ = kill_at_random_time(harness, rng, launcher, "case-3")
     expect(have_ended(pids, 10), "ranks still run 10 s after their launcher was killed")
     harness.finish("case-3", 2, flags)
-
-
-def case_4(harness: FaultHarness, rng: SeededRandom) -> None:
-    flags = mode_flags("process")
-    run = harness.run(harness.fresh("case-4"), 2, flags, {"kind": "slow", "rank": "all", "seconds": 0.05})
-    run.wait_for_step(rng.randrange(2, harness.steps // 2))
-    writers = run.writer_pids()
-    expect(len(writers) == 2, f"{len(writers)} writer processes")
-    os.kill(rng.choice(writers), signal.SIGKILL)
-    result = run.wait()
-    expect(result.code == 1, f"exited with {result.code}")
-    # Reported by the rank of the killed writer, or by one that was saving together with it.
-    expect("the checkpoint writer process" in result.err, f"not reported: {result.err}")
-    expect_few_lines(result)
-    harness.finish("case-4", 2, flags)
 
 
 def stop(harness: FaultHarness, rng: SeededRandom, name: str, victims: Callable[[TrialRun], list[int]]) -> None:

@@ -110,13 +110,13 @@ def case_19(harness: FaultHarness, rng: SeededRandom) -> None:
     fault = {"kind": "write_error", "rank": 0, "error": "EIO", "times": 2, "save": rng.randrange(1, 8)}
     result = harness.run(harness.fresh("case-19"), 2, flags, fault).wait()
     expect(result.code == 0, f"exited with {result.code}: {result.err[-300:]}")
-    reported = result.err.count("Input/output error; attempt") == 2 or "process" in flags
+    reported = result.err.count("Input/output error; attempt") == 2
     expect(reported, f"not reported: {result.err}")
     harness.assert_same_final_state("case-19", 2, flags)
 
 
 def case_20(harness: FaultHarness, rng: SeededRandom) -> None:
-    flags = mode_flags(rng.choice(("thread", "process")))
+    flags = mode_flags("thread")
     fault = {"kind": "write_error", "rank": rng.randrange(2), "error": "EROFS", "times": 99, "save": 3}
     result = harness.run(harness.fresh("case-20"), 2, [*flags, "--checkpoint.on_failure", "stop"], fault).wait()
     stopped = result.code == 1 and "Read-only file system" in result.err

@@ -14,11 +14,11 @@ MEAN_INTERVAL_S = 60.0
 STEP_S = 0.1
 """Time added to each step."""
 FAULTS = (
-    *("kill all", "kill a rank", "kill the launcher", "kill a writer", "stop", "stop a rank", "stop twice"),
+    *("kill all", "kill a rank", "kill the launcher", "stop", "stop a rank", "stop twice"),
     *("raise", "hang", "disk full"),
 )
 FLAGS = (
-    *("--checkpoint.interval_steps", "20", "--checkpoint.keep", "3", "--checkpoint.async_mode", "process"),
+    *("--checkpoint.interval_steps", "20", "--checkpoint.keep", "3", "--checkpoint.async_mode", "thread"),
     *("--metrics.interval_steps", "5", "--resilience.hang_timeout_s", "4"),
 )
 NAN_EVERY = 997
@@ -70,13 +70,12 @@ class Supervisor:
     def inject(self, fault: str, rng: SeededRandom) -> bool:
         """Return whether the run has to restart because of the fault."""
         ranks = self.run.rank_pids()
-        if len(ranks) < 2 or len(writers := self.run.writer_pids()) < 2:
+        if len(ranks) < 2:
             return False  # the run is starting
         signals = {
             "kill all": (self.run.pids(), [signal.SIGKILL]),
             "kill a rank": ([rng.choice(ranks)], [signal.SIGKILL]),
             "kill the launcher": ([self.run.process.pid], [signal.SIGKILL]),
-            "kill a writer": ([rng.choice(writers)], [signal.SIGKILL]),
             "stop": ([self.run.process.pid], [signal.SIGTERM]),
             "stop a rank": ([rng.choice(ranks)], [signal.SIGTERM]),
             "stop twice": ([self.run.process.pid], [signal.SIGTERM, signal.SIGINT]),

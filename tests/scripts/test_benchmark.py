@@ -36,7 +36,7 @@ def lines_of(monkeypatch, capsys, *argv) -> list[list[str]]:
 
 def test_saves_are_measured_in_every_mode(monkeypatch, capsys, tmp_path):
     _, *table = lines_of(monkeypatch, capsys, "checkpoint", "--gib", "0.02", "--repeats", "1", "--folder", tmp_path)
-    assert [line[0] for line in table] == ["off", "thread", "process"]
+    assert [line[0] for line in table] == ["off", "thread"]
     assert all(float(line[1]) > 0 for line in table)
     assert list(tmp_path.iterdir()) == []
 

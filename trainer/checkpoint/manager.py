@@ -15,7 +15,7 @@ from trainer.base.system import console
 from trainer.base.system.checkpoint_folder import STATE_FILE, step_of
 from trainer.base.system.spelling import counted
 from trainer.checkpoint import resume
-from trainer.checkpoint.async_save import SaveResult, Writer, WriterDied
+from trainer.checkpoint.async_save import SaveResult, Writer
 from trainer.checkpoint.best import BestTracker
 from trainer.checkpoint.commit import SaveRequest, load
 from trainer.checkpoint.resume import ResumePoint
@@ -124,7 +124,7 @@ class CheckpointManager:
         """Return the saves that have succeeded since the last call. A failed save is logged as a warning.
 
         Raises:
-            SaveFailed: A save failed, and on_failure is "stop", the save was the run's last, or the writer has died.
+            SaveFailed: A save failed, and on_failure is "stop", or the save was the run's last.
         """
         return self._check(self.writer.poll())
 
@@ -137,8 +137,7 @@ class CheckpointManager:
             if result.failure is None:
                 continue
             self.best.after_failed_save(result.step)
-            stops = self.config.on_failure == "stop" or result.step == self._last_step
-            if stops or isinstance(result.failure, WriterDied):
+            if self.config.on_failure == "stop" or result.step == self._last_step:
                 raise result.failure
             console.warning(
                 f"{result.failure}; previous checkpoints are intact, and the next save will be attempted as scheduled"

@@ -314,7 +314,7 @@ FOREIGN: Mapping[str, Foreign] = {
     "save_interval": Foreign("M", "checkpoint.interval_steps"),
     "save_every": Foreign("n", "checkpoint.interval_steps"),
     "save_strategy": Foreign("Ha", "checkpoint.interval_steps", "a number of steps"),
-    "async_save": Foreign("M", "checkpoint.async_mode", "thread or process"),
+    "async_save": Foreign("M", "checkpoint.async_mode", "thread"),
     "exclude_from_loading": Foreign("T", "checkpoint.init_exclude"),
     "last_save_in_hf": Foreign("T", "checkpoint.export_huggingface"),
     "resume_from_checkpoint": Foreign("Hta", "checkpoint.load_step", _RESUME),
@@ -434,7 +434,11 @@ VALUES: Mapping[str, Mapping[str, str]] = {
     "activation_checkpoint.mode": {"true": "write full", "false": "write none", "op": "write selective"},
     "run.device": {"mps": "write cpu", **dict.fromkeys(("cuda", "cuda:0", "nvidia", "rocm", "gpu:0"), "write gpu")},
     "preference.loss": {"sigmoid": "write dpo", "kto": "not supported, because it needs no pairs"},
-    "checkpoint.async_mode": {"async": "write thread", "disabled": "write off"},
+    "checkpoint.async_mode": {
+        "async": "write thread",
+        "process": "write thread",
+        "disabled": "write off",
+    },
 }
 """Setting -> a value of other projects, in small letters -> what to write here."""
 

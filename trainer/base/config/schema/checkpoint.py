@@ -15,9 +15,9 @@ class CheckpointConfig:
     """Whether to save checkpoints. false: a stopped run is lost, which suits measurements and trials."""
     interval_steps: Annotated[StepsOrZero, SAVING] = 500
     """Number of steps between checkpoints; 0: save only after the last step. The last step is always saved."""
-    async_mode: Annotated[Literal["off", "thread", "process"], SAVING] = "off"
-    """Method of writing checkpoints. "off": training waits until a checkpoint is written. "thread", "process": training waits
-    only for a copy to host memory. A thread or a separate process (Linux only) then writes this copy in the background."""
+    async_mode: Annotated[Literal["off", "thread"], SAVING] = "off"
+    """Method of writing checkpoints. "off": training waits until a checkpoint is written. "thread": training waits only
+    for a copy to host memory, which a thread then writes in the background."""
     keep: Annotated[int, Constraint(min=0, max=10**9, unit="checkpoints", used_with="[checkpoint] enabled")] = 0
     """Number of the latest complete checkpoints to keep. Each save deletes older checkpoints. 0: keep all checkpoints."""
     keep_interval_steps: Annotated[StepsOrZero, Constraint(used_with="[checkpoint] keep > 0")] = 0
