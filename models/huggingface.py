@@ -64,6 +64,10 @@ MIXTURE_NAMES = NAMES | {
 """NAMES with those of a mixture of experts in most of Hugging Face's families."""
 
 
+TEXT_MODEL = "model"
+"""Name of the text model among the modules of transformers' classes for models without other modalities."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class StoredStack:
     """The place of stacked parameters, matrices or vectors, in a stored tensor that is stacked too."""

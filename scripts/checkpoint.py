@@ -75,7 +75,7 @@ def print_list(checkpoints: list[Path]) -> Iterator[bool]:
             metadata = manifest.read(checkpoint).metadata
             units = (("tokens_seen", "token"), ("world_size", "rank"))
             counts = [counted(metadata[key], unit, ",") for key, unit in units if key in metadata]
-            counts += ["best"] * (parse_step(checkpoint.name) == best)
+            counts += ["best"] if parse_step(checkpoint.name) == best else []
         except CorruptError as damage:
             problem = str(damage)
         except OSError as error:  # the checkpoint may have been removed meanwhile

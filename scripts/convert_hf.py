@@ -7,6 +7,7 @@ python scripts/convert_hf.py merge outputs/my_lora out/     # base model plus ad
 
 import argparse
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
@@ -59,32 +60,38 @@ from tqdm import tqdm
 
 from models import MODELS
 from trainer.base.config.model_source import resolve_checkpoint
+from trainer.base.system.checkpoint_folder import is_checkpoint
 from trainer.base.system.spelling import did_you_mean
 from trainer.base.system.units import GIB
-from trainer.checkpoint.formats.adapter import is_adapter
-from trainer.checkpoint.formats.export import HfExport
-from trainer.checkpoint.formats.huggingface import HfModelFolder, family_of
-from trainer.checkpoint.formats.peft import write_peft
-from trainer.checkpoint.formats.write_model import import_folder, require_new_folder
+from trainer.checkpoint.formats.adapter import Adapter
+from trainer.checkpoint.formats.folders import is_adapter, open_weights
+from trainer.checkpoint.formats.huggingface import HuggingFaceWeights
+from trainer.checkpoint.formats.huggingface_writer import exported_bytes, write_huggingface
+from trainer.checkpoint.formats.native_writer import require_new_folder, write_checkpoint
+from trainer.checkpoint.formats.peft_writer import write_peft
 from trainer.checkpoint.manifest import CorruptError
 from trainer.runtime.device import DTYPES
 
 
 def to_hf(args: argparse.Namespace, checkpoint: Path, shard_bytes: int) -> None:
     merge = {"base": args.base, "into_quantized": args.into == "quantized"} if args.command == "merge" else {}
-    export = HfExport.open(checkpoint, DTYPES[args.dtype or _DTYPE], averaged=args.averaged, **merge)
-    with tqdm(total=export.num_bytes(), unit="B", unit_scale=True, disable=None) as bar:
-        export.write(args.out, shard_bytes, bar.update)
+    weights = open_weights(checkpoint, alone=True, averaged=args.averaged, **merge)
+    if not is_checkpoint(checkpoint):
+        die(f"{checkpoint} is a model in Hugging Face's format already")
+    dtype = DTYPES[args.dtype or _DTYPE]
+    with tqdm(total=exported_bytes(weights, dtype), unit="B", unit_scale=True, disable=None) as bar:
+        write_huggingface(weights, args.out, dtype, shard_bytes, bar.update)
 
 
 def from_hf(source: Path, out: Path, family: str | None, shard_bytes: int) -> None:
     if family is not None and family not in MODELS:
         die(f"--family {family}: expected one of {', '.join(MODELS)}{did_you_mean(family, MODELS)}")
-    folder = HfModelFolder.open(source, None if family is None else MODELS[family])
-    family = family or family_of(folder.spec, folder.sizes)
-    total = sum(tensor.num_bytes for tensor in folder.index.values())
+    weights = HuggingFaceWeights.open(source, None if family is None else MODELS[family], alone=True)
+    if family is not None:
+        weights = replace(weights, model=replace(weights.model, family=family))
+    total = sum(tensor.num_bytes for tensor in weights.index.values())
     with tqdm(total=total, unit="B", unit_scale=True, disable=None) as bar:
-        import_folder(folder, family, out, shard_bytes, bar.update)
+        write_checkpoint(weights, out, shard_bytes, bar.update)
 
 
 def main() -> None:
@@ -103,7 +110,7 @@ def main() -> None:
             for option, value in (("--dtype", args.dtype), ("--shard-gib", args.shard_gib)):
                 if value is not None:
                     die(f"{option} {value} has no effect, because {checkpoint} contains only an adapter; see merge")
-            write_peft(checkpoint, args.out, args.averaged)
+            write_peft(Adapter.open(checkpoint, alone=True, averaged=args.averaged), args.out)
         else:
             to_hf(args, checkpoint, shard_bytes)
     except CorruptError as error:

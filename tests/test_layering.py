@@ -164,7 +164,7 @@ def test_functions_take_their_own_section(path):
 
 @pytest.mark.parametrize("path", SOURCES, ids=name_of)
 def test_building_an_object_reads_no_file_and_starts_nothing(path):
-    """Functions with such effects have names of their own, such as `WeightSource.open`, called where a reader sees them."""
+    """Functions with such effects have names of their own, such as `open_complete`, called where a reader sees them."""
     for cls in (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef)):
         constructors = [f for f in cls.body if getattr(f, "name", "") in ("__init__", "__post_init__")]
         functions = [node.func for f in constructors for node in ast.walk(f) if isinstance(node, ast.Call)]

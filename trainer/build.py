@@ -112,9 +112,9 @@ def build_trainer(
         objective = build_objective(config, resolved, meshes)
         evaluated = build_objective(config, resolved, meshes, evaluates=True)
     engine = Engine(config, resolved, device, meshes, model_parts, objective)
-    initial = initial_model.load(
-        config, resolved, text, engine, datasets.training, eval_sets, partition, point, weights
-    )
+    start = initial_model.Start(config, resolved, point, weights)
+    data = initial_model.Data(datasets.training, eval_sets, partition)
+    initial = initial_model.load(start, text, engine, data)
     datasets = replace(datasets, training=initial.training)
 
     state = _first_state(resolved, text, datasets, initial)

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from pathlib import Path
 
 from models.spec import meta_model, saved_weights
@@ -14,9 +13,14 @@ from trainer.base.config.render import to_toml
 from trainer.base.system import console
 from trainer.base.system.checkpoint_folder import MANIFEST
 from trainer.base.system.files import digest, digest_of, short_digest
-from trainer.checkpoint.formats.huggingface import TEXT_MODEL
-from trainer.checkpoint.formats.initial_adapter import load_adapter
-from trainer.checkpoint.formats.weights import WeightSource, load_initial_weights, names_loaded, open_initial_weights
+from trainer.checkpoint.formats.folders import open_complete
+from trainer.checkpoint.formats.initial_weights import (
+    load_adapter,
+    load_initial_weights,
+    names_loaded,
+    open_initial_weights,
+)
+from trainer.checkpoint.formats.weights import Weights
 from trainer.checkpoint.resume import ResumePoint, changed_settings, require_compatible
 from trainer.data.sampling.loader import BatchPartition
 from trainer.data.sampling.samples import Samples
@@ -32,6 +36,32 @@ _BASE, _REFERENCE, _INITIAL = "base model", "reference model", "initial weights"
 """Keys of InitialModel.hashes."""
 
 
+@dataclass(frozen=True)
+class Start:
+    """What a run starts from."""
+
+    config: Config
+    resolved: ResolvedRun
+    point: ResumePoint | None
+    """Checkpoint to resume from."""
+    weights: Weights | None
+    """Result of `open_weights`."""
+
+    @property
+    def has_adapters(self) -> bool:
+        return self.config.lora.rank is not None
+
+
+@dataclass(frozen=True)
+class Data:
+    """The samples of a run. A loss with a reference needs its log-probabilities."""
+
+    training: Samples
+    eval_sets: Sequence[EvalSet]
+    partition: BatchPartition
+    """Which rank reads which samples."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class InitialModel:
     files: dict[str, bytes]
@@ -45,72 +75,39 @@ class InitialModel:
     """The evaluation data, likewise."""
 
 
-def open_weights(config: Config, resolved: ResolvedRun, point: ResumePoint | None) -> WeightSource | None:
+def open_weights(config: Config, resolved: ResolvedRun, point: ResumePoint | None) -> Weights | None:
     """Open the weights of checkpoint.init_from, collectively, and check that they are those of the model, before the data are
     prepared. None: the run starts from random weights, or its checkpoint replaces them. Raises ConfigError."""
     is_replaced = point is not None and config.lora.rank is None
     return None if is_replaced or not config.checkpoint.init_from else _open(config, resolved)
 
 
-def _open(config: Config, resolved: ResolvedRun) -> WeightSource:
+def _open(config: Config, resolved: ResolvedRun) -> Weights:
     parameters = saved_weights(meta_model(resolved.spec.model, resolved.sizes))
     return open_initial_weights(config.checkpoint, resolved.spec, resolved.sizes, parameters)
 
 
-def load(
-    config: Config,
-    resolved: ResolvedRun,
-    text: TextFormat,
-    engine: Engine,
-    training: Samples,
-    eval_sets: Sequence[EvalSet],
-    partition: BatchPartition,
-    point: ResumePoint | None,
-    weights: WeightSource | None,
-) -> InitialModel:
+def load(start: Start, text: TextFormat, engine: Engine, data: Data) -> InitialModel:
     """Give the engine's parameters their initial values, collectively, and compute the reference's missing log-probabilities.
 
-    A run that resumes needs only the frozen base model of its adapters. It needs the other initial weights only while
-    log-probabilities are missing; its checkpoint replaces them afterwards.
-
     Args:
-        config: Settings of the run.
-        resolved: The same, resolved.
+        start: What the run starts from.
         text: Tokenizer and chat template.
         engine: Its parameters receive their values.
-        training: The training data.
-        eval_sets: The evaluation data.
-        partition: Which rank reads which samples.
-        point: Checkpoint to resume from.
-        weights: Result of `open_weights`.
+        data: The samples.
 
     Raises:
         ConfigError: The weights cannot be used, or the base model is not that of the checkpoint.
     """
-    open_references = partial(_open_references, config, training, eval_sets)
-    if point is not None:
-        kinds = (_BASE, _REFERENCE, _INITIAL)
-        saved = {name: point.state.fingerprint[name] for name in kinds if name in point.state.fingerprint}
-        stores = open_references(saved)
-        if all(store.is_complete for store in stores):
-            loaded = _load_base(config, resolved, engine, weights)
-        else:
-            loaded = _load_weights(config, resolved, engine, weights or _open(config, resolved))
-        _require_same_weights(config, resolved, point, loaded)
-        hashes: dict[str, str | None] = saved
-        console.info(_resumed_line(point, loaded))
-    else:
-        loaded = _load_weights(config, resolved, engine, weights)
-        hashes = loaded.hashes
-        console.info(f"weights: {loaded.origin}")
-        stores = open_references(hashes)
+    loaded, stores = _load_new(start, engine, data) if start.point is None else _load_resumed(start, engine, data)
+    training, eval_sets = data.training, [*data.eval_sets]
     if stores:
-        chunks = config.training.loss_chunk_tokens, resolved.compiled
+        chunks = start.config.training.loss_chunk_tokens, start.resolved.compiled
         read = engine.forward_backward.read
-        training, *evaluation = (store.complete(read, partition, engine.device, *chunks) for store in stores)
+        training, *evaluation = (store.complete(read, data.partition, engine.device, *chunks) for store in stores)
         eval_sets = [replace(s, samples=samples) for s, samples in zip(eval_sets, evaluation, strict=True)]
-    files = model_files(config, resolved, text, loaded.base, point)
-    return InitialModel(files=files, hashes=hashes, training=training, eval_sets=list(eval_sets))
+    files = model_files(start.config, start.resolved, text, loaded.base, start.point)
+    return InitialModel(files=files, hashes=loaded.hashes, training=training, eval_sets=eval_sets)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,10 +120,32 @@ class _Loaded:
     """Path and hash of the base model, if the run trains adapters."""
 
 
-def _load_weights(config: Config, resolved: ResolvedRun, engine: Engine, weights: WeightSource | None) -> _Loaded:
+def _load_new(start: Start, engine: Engine, data: Data) -> tuple[_Loaded, list[ReferenceStore]]:
+    """Return what a new run has loaded, and the stores of the reference's log-probabilities."""
+    loaded = _load_weights(start, start.weights, engine)
+    console.info(f"weights: {loaded.origin}")
+    return loaded, _open_references(start.config, data, loaded.hashes)
+
+
+def _load_resumed(start: Start, engine: Engine, data: Data) -> tuple[_Loaded, list[ReferenceStore]]:
+    """Likewise, for a run that resumes. It needs only the frozen base model of its adapters, and the other initial weights only
+    while log-probabilities are missing; its checkpoint replaces them afterwards. The hashes are those of the checkpoint."""
+    saved = start.point.state.fingerprint
+    hashes = {name: saved[name] for name in (_BASE, _REFERENCE, _INITIAL) if name in saved}
+    stores = _open_references(start.config, data, hashes)
+    if all(store.is_complete for store in stores):
+        loaded = _load_base(start, engine)
+    else:
+        loaded = _load_weights(start, start.weights or _open(start.config, start.resolved), engine)
+    _require_same_weights(start, loaded)
+    console.info(_resumed_line(start.point, loaded))
+    return replace(loaded, hashes=hashes), stores
+
+
+def _load_weights(start: Start, weights: Weights | None, engine: Engine) -> _Loaded:
     """Give all parameters their initial values: drawn at random, or loaded from checkpoint.init_from and lora.init_from."""
-    lora, names = config.lora, resolved.weight_names
-    loaded = names_loaded(config.checkpoint, names)
+    config, resolved, names = start.config, start.resolved, start.resolved.weight_names
+    lora, loaded = config.lora, names_loaded(config.checkpoint, names)
     engine.initialize(loaded=names | resolved.trained.names if lora.init_from else loaded)
     if weights is None:
         folder = "" if config.model.pretrained else config.model.huggingface
@@ -139,35 +158,36 @@ def _load_weights(config: Config, resolved: ResolvedRun, engine: Engine, weights
         trained = resolved.trained.tensors(meta_model(resolved.spec.model, resolved.sizes))
         adapter = load_adapter(lora, resolved.spec, resolved.sizes, engine.parameters, trained, weights_digest)
     engine.start_optimizer()
-    is_base = lora.rank is not None
-    hashes: dict[str, str | None] = {_BASE if is_base else _INITIAL: weights_digest}
+    hashes: dict[str, str | None] = {_BASE if start.has_adapters else _INITIAL: weights_digest}
     if config.preference.needs_reference:
         hashes[_REFERENCE] = _reference_hash(config, resolved, weights_digest, adapter)
-    base = _base_of(weights, weights_digest) if is_base else {}
+    base = _base_of(weights, weights_digest) if start.has_adapters else {}
     excluded = sorted(names - loaded)
-    exception = f", except {', '.join(excluded[:4])}{' ...' * (len(excluded) > 4)}" if excluded else ""
+    more = " ..." if len(excluded) > 4 else ""
+    exception = f", except {', '.join(excluded[:4])}{more}" if excluded else ""
     return _Loaded(hashes=hashes, origin=f"{_origin(weights, weights_digest)}{exception}", base=base)
 
 
-def _load_base(config: Config, resolved: ResolvedRun, engine: Engine, weights: WeightSource | None) -> _Loaded:
+def _load_base(start: Start, engine: Engine) -> _Loaded:
     """Load the base model, if the run trains adapters."""
-    if weights is None:
+    if (weights := start.weights) is None:
         return _Loaded(hashes={}, origin="")
-    load_initial_weights(config.checkpoint, weights, engine.weights, engine.quantized, resolved.weight_names)
+    names = start.resolved.weight_names
+    load_initial_weights(start.config.checkpoint, weights, engine.weights, engine.quantized, names)
     weights_digest = weights.digest()
     base, origin = _base_of(weights, weights_digest), _origin(weights, weights_digest)
     return _Loaded(hashes={_BASE: weights_digest}, origin=origin, base=base)
 
 
-def _origin(weights: WeightSource, weights_digest: str) -> str:
+def _origin(weights: Weights, weights_digest: str) -> str:
     files = weights.files()
-    averaged = "averages " * weights.averaged
+    averaged = "averages " if weights.averaged else ""
     return f"{averaged}loaded from {weights.folder} ({short_digest(weights_digest)}{f', {files}' if files else ''})"
 
 
-def _base_of(weights: WeightSource, weights_digest: str) -> dict[str, str]:
-    text_model = TEXT_MODEL if weights.hf_folder is None else weights.hf_folder.text_model
-    return {"base": str(weights.folder.resolve()), "base_digest": weights_digest, "text_model": text_model}
+def _base_of(weights: Weights, weights_digest: str) -> dict[str, str]:
+    folder = str(weights.folder.resolve())
+    return {"base": folder, "base_digest": weights_digest, "text_model": weights.text_model}
 
 
 def _resumed_line(point: ResumePoint, loaded: _Loaded) -> str:
@@ -176,16 +196,15 @@ def _resumed_line(point: ResumePoint, loaded: _Loaded) -> str:
     return f"weights: {loaded.origin}, adapter {checkpoint}" if loaded.base else f"weights: loaded from {checkpoint}"
 
 
-def _require_same_weights(config: Config, resolved: ResolvedRun, point: ResumePoint, loaded: _Loaded) -> None:
+def _require_same_weights(start: Start, loaded: _Loaded) -> None:
     """Raise ConfigError if the run began with other weights than those that [model] pretrained names, with another base model or
     with another reference. Checkpoints of earlier versions do not name the initial weights."""
-    now = {name: value for name, value in loaded.hashes.items() if name != _INITIAL}
+    checkpoint, now = start.config.checkpoint, {n: value for n, value in loaded.hashes.items() if n != _INITIAL}
     # Rank 0 decides: other nodes may have the weights at another path.
-    if run_on_rank_0(lambda: _names_other_weights(config, point)):
-        source = run_on_rank_0(lambda: resolve_checkpoint(Path(config.checkpoint.init_from)))
-        averaged = config.checkpoint.init_averaged
-        now[_INITIAL] = WeightSource.open(source, resolved.spec, averaged=averaged).digest()
-    require_compatible(point, now)
+    if run_on_rank_0(lambda: _names_other_weights(start.config, start.point)):
+        folder = run_on_rank_0(lambda: resolve_checkpoint(Path(checkpoint.init_from)))
+        now[_INITIAL] = open_complete(folder, start.resolved.spec, averaged=checkpoint.init_averaged).digest()
+    require_compatible(start.point, now)
 
 
 def _names_other_weights(config: Config, point: ResumePoint) -> bool:
@@ -216,13 +235,11 @@ def _reference_hash(config: Config, resolved: ResolvedRun, weights_digest: str, 
     return digest(json.dumps(content, sort_keys=True).encode())
 
 
-def _open_references(
-    config: Config, training: Samples, eval_sets: Sequence[EvalSet], hashes: Mapping[str, str | None]
-) -> list[ReferenceStore]:
+def _open_references(config: Config, data: Data, hashes: Mapping[str, str | None]) -> list[ReferenceStore]:
     """Return the stores of the log-probabilities of the training data and of each evaluation dataset, or [] if the loss has no
     reference."""
     if not config.preference.needs_reference:
         return []
     folder, model = Path(config.data.store_folder) / "references", hashes[_REFERENCE]
-    sets = [(training, len(training)), *((s.samples, s.num_samples) for s in eval_sets)]
+    sets = [(data.training, len(data.training)), *((s.samples, s.num_samples) for s in data.eval_sets)]
     return [ReferenceStore.open(folder, model, samples, num_samples) for samples, num_samples in sets]

@@ -42,8 +42,9 @@ from scripts.train_tokenizer import train
 from trainer.base.config import TokenizerConfig
 from trainer.base.config.command_line import Arguments, die, positive_int, run_to_end
 from trainer.base.config.load import load_config
-from trainer.checkpoint.formats.export import HfExport
-from trainer.checkpoint.formats.write_model import write_model
+from trainer.checkpoint.formats.folders import open_weights
+from trainer.checkpoint.formats.huggingface_writer import write_huggingface
+from trainer.checkpoint.formats.native_writer import write_tensors
 from trainer.checkpoint.storage import TensorWrite
 from trainer.data.tokenizer.backends import NUM_SPECIAL, load_tokenizer
 from trainer.data.tokenizer.byte_pair import PATTERNS
@@ -180,8 +181,8 @@ def export(family: str, tokenizer: TokenizerConfig, folder: Path) -> Decoder:
         for name, parameter in saved_weights(model).items()
     ]
     files = model_files(config, resolved, load_text_format(config, resolved), {}, None)
-    write_model(folder / "checkpoint", entries, files, _GIB, "random parameters")
-    HfExport.open(folder / "checkpoint", torch.float32).write(folder / "export", _GIB, lambda count: None)
+    write_tensors(folder / "checkpoint", entries, files, _GIB, "random parameters")
+    write_huggingface(open_weights(folder / "checkpoint", alone=True), folder / "export", torch.float32, _GIB)
     return model
 
 

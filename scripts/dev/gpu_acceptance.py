@@ -48,7 +48,7 @@ from trainer.base.system.files import read_json_lines
 from trainer.base.system.process import cores
 from trainer.base.system.units import GIB
 from trainer.checkpoint.formats.model_metadata import ModelMetadata
-from trainer.checkpoint.formats.write_model import write_model
+from trainer.checkpoint.formats.native_writer import write_tensors
 from trainer.checkpoint.storage import TensorWrite
 from trainer.run.resolve import resolve
 from trainer.tools.testing.layouts import DEBUG_FAMILIES, flags
@@ -223,7 +223,7 @@ def write_random_model(settings: Mapping[str, str], folder: Path) -> Path:
     ]
     seq_len = int(settings["training.seq_len"])
     model = ModelMetadata(resolved.family, asdict(resolved.sizes), seq_len, seq_len, "", (), {}, {}, ())
-    write_model(folder, entries, {MODEL_FILE: model.text().encode()}, 5 * GIB, "random values")
+    write_tensors(folder, entries, {MODEL_FILE: model.text().encode()}, 5 * GIB, "random values")
     return folder
 
 

@@ -25,7 +25,7 @@ from tests.training_runs import (
     trainer_from,
 )
 from trainer.adapters.select import LORA_A
-from trainer.checkpoint.formats.adapter import AdapterCheckpoint
+from trainer.checkpoint.formats.adapter import Adapter
 from trainer.checkpoint.formats.export import is_export_of
 from trainer.checkpoint.formats.peft import PeftNames
 from trainer.checkpoint.storage import read_index
@@ -224,8 +224,8 @@ def test_an_export_of_an_adapter_has_its_averages_on_request(adapter, tmp_path):
     folder, expected = adapter
     checkpoint = checkpoint_of(folder)
     assert {name.rpartition(".")[2] for name in expected} == {"lora_a", "lora_b", "num_updates"}
-    source = AdapterCheckpoint.open(checkpoint, alone=True)
-    names = PeftNames(source.spec, source.sizes)
+    source = Adapter.open(checkpoint, alone=True)
+    names = PeftNames(source.weights.spec, source.weights.sizes)
     exported = load_file(folder / "huggingface" / "adapter_model.safetensors")
     assert len(exported) == len(expected) - 1
     for name in source.trained.shapes:
@@ -263,7 +263,7 @@ def test_a_merged_adapter_has_its_averages_on_request(ranks, adapter, trained, t
     written = load_file(tmp_path / "out" / "model.safetensors")["model.layers.0.mlp.down_proj.weight"]
     name = "layers.0.feed_forward.w2.weight"
     a, b = (expected[f"layers.0.feed_forward.w2.{matrix}"] for matrix in ("lora_a", "lora_b"))
-    scale = AdapterCheckpoint.open(checkpoint_of(folder), alone=True).scale
+    scale = Adapter.open(checkpoint_of(folder), alone=True).scale
     torch.testing.assert_close(written, base[name] + scale * b @ a, rtol=0, atol=1e-6)
     assert torch.equal(written, merged[name]) and not torch.allclose(merged[name], last[name], rtol=0, atol=1e-6)
     answers = ranks(1).run(most_likely_answers, [(folder, True), (tmp_path / "out", False)])[0]

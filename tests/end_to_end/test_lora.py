@@ -1,6 +1,5 @@
 """Runs that train adapters: equal to peft, independent of the layout, saved, resumed, merged and exchanged with peft."""
 
-import dataclasses
 import json
 import shutil
 import sys
@@ -33,10 +32,12 @@ from trainer.base.config import CheckpointConfig, ConfigError
 from trainer.base.config.command_line import run_to_end
 from trainer.base.config.load import load_config
 from trainer.batch import IGNORE_INDEX
-from trainer.checkpoint.formats.adapter import open_weights
-from trainer.checkpoint.formats.export import HfExport, export_run, is_export_of
-from trainer.checkpoint.formats.peft import PeftNames, write_peft
-from trainer.checkpoint.formats.weights import WeightSource
+from trainer.checkpoint.formats.adapter import Adapter, MergedWeights
+from trainer.checkpoint.formats.export import export_run, is_export_of
+from trainer.checkpoint.formats.folders import open_complete, open_weights
+from trainer.checkpoint.formats.huggingface_writer import write_huggingface
+from trainer.checkpoint.formats.peft import PeftNames
+from trainer.checkpoint.formats.peft_writer import write_peft
 from trainer.checkpoint.storage import read_index
 from trainer.run.resolve import resolve
 from trainer.tools.planner.simulate import simulate
@@ -155,7 +156,7 @@ def test_losses_and_gradients_of_20_steps_equal_those_of_peft(ranks, bases, tmp_
     config = load_config(combine(argv))
     resolved = resolve(config, 1)
     base = Path(config.checkpoint.init_from)
-    HfExport.open(max((base / "checkpoints").iterdir()), torch.float32).write(tmp_path / "hf", GIB, lambda n: None)
+    write_huggingface(open_weights(max((base / "checkpoints").iterdir()), alone=True), tmp_path / "hf", torch.float32)
     if "4 bits" in family:
         model = in_4_bits(tmp_path / "hf")
     else:
@@ -341,9 +342,9 @@ def test_merged_logits_equal_those_of_peft(ranks, finished, tmp_path, family, ex
     peft = pytest.importorskip("peft")
     checkpoint = checkpoint_of(finished(family, *extra))
     weights = open_weights(checkpoint, alone=True)
-    HfExport.open(weights.base.folder, torch.float32).write(tmp_path / "base", GIB, lambda n: None)
-    HfExport.open(checkpoint, torch.float32).write(tmp_path / "merged", GIB, lambda n: None)
-    write_peft(checkpoint, tmp_path / "peft")
+    write_huggingface(open_weights(weights.base.folder, alone=True), tmp_path / "base", torch.float32)
+    write_huggingface(open_weights(checkpoint, alone=True), tmp_path / "merged", torch.float32)
+    write_peft(Adapter.open(checkpoint, alone=True), tmp_path / "peft")
     assert is_export_of(tmp_path / "peft", checkpoint, averaged=False)
     tokens = torch.arange(2, 50).view(2, 24)
     with torch.no_grad():
@@ -370,8 +371,8 @@ def test_the_adapter_of_a_model_of_several_modalities_fits_its_base_in_peft(rank
     argv = [*tiny, "--model.huggingface", str(tmp_path / "base"), "--checkpoint.init_from", str(tmp_path / "base")]
     ranks(1).run(train, [*argv, *LORA, *in_folder(tmp_path / "run"), "--training.steps", "2"])
     checkpoint = checkpoint_of(tmp_path / "run")
-    write_peft(checkpoint, tmp_path / "peft")
-    HfExport.open(checkpoint, torch.float32).write(tmp_path / "merged", GIB, lambda n: None)
+    write_peft(Adapter.open(checkpoint, alone=True), tmp_path / "peft")
+    write_huggingface(open_weights(checkpoint, alone=True), tmp_path / "merged", torch.float32)
     tokens = torch.arange(2, 50).view(2, 24)
     with torch.no_grad():
         base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
@@ -385,7 +386,7 @@ def test_the_adapter_of_a_model_of_several_modalities_fits_its_base_in_peft(rank
     assert (merged - after).norm() <= 1e-5 * after.norm()
     argv = [*argv, *LORA, "--optimizer.lr", "1e-30", "--optimizer.weight_decay", "0", "--training.steps", "1"]
     ranks(1).run(train, [*argv, *in_folder(tmp_path / "next"), "--lora.init_from", str(tmp_path / "peft")])
-    write_peft(checkpoint_of(tmp_path / "next"), tmp_path / "again")
+    write_peft(Adapter.open(checkpoint_of(tmp_path / "next"), alone=True), tmp_path / "again")
     hashes = {hash_of(load_file(tmp_path / name / "adapter_model.safetensors")) for name in ("peft", "again")}
     assert len(hashes) == 1
 
@@ -393,7 +394,7 @@ def test_the_adapter_of_a_model_of_several_modalities_fits_its_base_in_peft(rank
 @pytest.mark.parametrize(("family", "extra"), [*EXCHANGED[:3], ("olmoe", ()), EXCHANGED[-1]])
 def test_a_run_continues_with_an_adapter_of_peft_or_of_another_run(ranks, bases, finished, tmp_path, family, extra):
     run = finished(family, *extra)
-    write_peft(checkpoint_of(run), tmp_path / "peft")
+    write_peft(Adapter.open(checkpoint_of(run), alone=True), tmp_path / "peft")
     argv = [*bases(family), *LORA, *extra, "--optimizer.lr", "1e-30", "--training.steps", "1"]
     argv += ["--optimizer.weight_decay", "0"]
     hashes = set()
@@ -403,7 +404,7 @@ def test_a_run_continues_with_an_adapter_of_peft_or_of_another_run(ranks, bases,
             train, [*argv, *in_folder(folder), "--lora.init_from", str(source), "--training.local_batch_size", "4"]
         )
         for checkpoint in (checkpoint_of(run), checkpoint_of(folder)):
-            write_peft(checkpoint, tmp_path / "again")
+            write_peft(Adapter.open(checkpoint, alone=True), tmp_path / "again")
             hashes.add(hash_of(load_file(tmp_path / "again" / "adapter_model.safetensors")))
     assert len(hashes) == 1
 
@@ -467,13 +468,12 @@ def test_parameters_that_peft_cannot_train_are_merged_but_not_exported(
     assert line_of(monkeypatch, capsys, "to-hf", run, tmp_path / "x") == f"{problem}; {hint}"
     monkeypatch.setattr(sys, "argv", ["convert_hf.py", "merge", str(run), str(tmp_path / "merged")])
     convert_hf.main()
-    merged, source = WeightSource.open(tmp_path / "merged", alone=True), open_weights(checkpoint_of(run), alone=True)
+    merged, source = open_complete(tmp_path / "merged", alone=True), open_weights(checkpoint_of(run), alone=True)
     assert source.adapter.trained.fully == {f"{module}.weight"}
-    for key, stored in merged.index.items():
-        rows = key.removeprefix("model/"), 0, stored.shape[0]
-        assert torch.equal(merged.rows(*rows), source.rows(*rows).bfloat16()), key
+    for name in merged.index:
+        assert torch.equal(merged.rows(name), source.rows(name).bfloat16()), name
     # A folder of peft cannot contain these parameters either.
-    write_peft(checkpoint_of(finished("llama")), tmp_path / "peft")
+    write_peft(Adapter.open(checkpoint_of(finished("llama")), alone=True), tmp_path / "peft")
     argv = [*bases(family), *LORA, *extra, *in_folder(tmp_path / "run"), "--lora.init_from", str(tmp_path / "peft")]
     (line,) = ranks(1).run(error_line, argv)
     assert line.startswith("--lora.init_from ") and problem in line
@@ -481,7 +481,7 @@ def test_parameters_that_peft_cannot_train_are_merged_but_not_exported(
 
 def test_rows_of_a_peft_tensor_that_the_run_does_not_train_must_be_zero(ranks, bases, finished, tmp_path):
     (family, extra), folder = EXCHANGED[-1], tmp_path / "peft"
-    write_peft(checkpoint_of(finished(family, *extra)), folder)
+    write_peft(Adapter.open(checkpoint_of(finished(family, *extra)), alone=True), folder)
     tensors = load_file(folder / "adapter_model.safetensors")
     name = "base_model.model.model.layers.1.self_attn.qkv_proj.lora_B.weight"
     tensors[name][-1, 0] = 1
@@ -523,7 +523,7 @@ def test_new_tokens_are_trained_as_on_one_rank(ranks, bases, on_one_rank, tmp_pa
         grown_model, [*argv, "2", *flags(layout.settings), *in_folder(tmp_path / "again"), "--training.steps", "1"]
     ):
         trained, initial = trained | of_rank, initial | of_vocabulary
-    base = WeightSource.open(checkpoint_of(Path(bases("llama")[-1])), alone=True)
+    base = open_complete(checkpoint_of(Path(bases("llama")[-1])), alone=True)
     for name in ("tok_embeddings.weight", "output.weight"):
         stored = base.rows(name, 0, 2048)
         assert torch.equal(initial[name][:2048], stored)
@@ -552,11 +552,11 @@ def test_new_tokens_are_merged_exported_and_read_by_peft(ranks, bases, tmp_path)
     argv = [*bases("llama"), *LORA, *GROWN, "--training.local_batch_size", "4"]
     ranks(2).run(train, [*argv, *in_folder(tmp_path / "run"), "--training.steps", "3"])
     checkpoint, tokens = checkpoint_of(tmp_path / "run"), torch.arange(2002, 2050).view(2, 24)
-    HfExport.open(open_weights(checkpoint, alone=True).base.folder, torch.float32).write(
-        tmp_path / "base", GIB, lambda n: None
+    write_huggingface(
+        open_weights(open_weights(checkpoint, alone=True).base.folder, alone=True), tmp_path / "base", torch.float32
     )
-    HfExport.open(checkpoint, torch.float32).write(tmp_path / "merged", GIB, lambda n: None)
-    write_peft(checkpoint, tmp_path / "peft")
+    write_huggingface(open_weights(checkpoint, alone=True), tmp_path / "merged", torch.float32)
+    write_peft(Adapter.open(checkpoint, alone=True), tmp_path / "peft")
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "peft")
     assert tokenizer.convert_tokens_to_ids(NEW) == [2048, 2049] and len(tokenizer) == 2050
     with torch.no_grad():
@@ -572,7 +572,7 @@ def test_new_tokens_are_merged_exported_and_read_by_peft(ranks, bases, tmp_path)
         extra = ["--lora.init_from", str(tmp_path / name), "--optimizer.lr", "1e-30", "--training.steps", "1"]
         folder = tmp_path / f"from_{name}"
         ranks(2).run(train, [*argv, *extra, *in_folder(folder), "--optimizer.weight_decay", "0"])
-        write_peft(checkpoint_of(folder), tmp_path / "again")
+        write_peft(Adapter.open(checkpoint_of(folder), alone=True), tmp_path / "again")
         first, again = (load_file(tmp_path / f / "adapter_model.safetensors") for f in ("peft", "again"))
         assert hash_of(first) == hash_of(again)
 
@@ -581,7 +581,7 @@ def test_tied_new_tokens_are_merged(ranks, bases, tmp_path):
     argv = [*bases("tied"), *LORA, *GROWN, "--training.local_batch_size", "4", "--lora.train_fully", "tok_embeddings"]
     ranks(2).run(train, [*argv, *in_folder(tmp_path / "run"), "--training.steps", "2", "--parallel.tp", "2"])
     checkpoint, tokens = checkpoint_of(tmp_path / "run"), torch.arange(2002, 2050).view(2, 24)
-    HfExport.open(checkpoint, torch.float32).write(tmp_path / "merged", GIB, lambda n: None)
+    write_huggingface(open_weights(checkpoint, alone=True), tmp_path / "merged", torch.float32)
     with torch.no_grad():
         merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")(tokens).logits
         (ours,) = ranks(1).run(merged_logits, checkpoint, tokens)
@@ -620,7 +620,12 @@ MISTAKES = {
     ),
     ("--lora.init_from", "/no/such"): "--lora.init_from /no/such: no such folder",
     ("--lora.init_from", "{run}", "--lora.rank", "8"): "--lora.rank 8: must be 4, as in the adapter {checkpoint}",
-    ("--lora.init_from", "{run}", "--lora.targets", "*.wq"): "--lora.init_from {run}: cannot load {checkpoint}: model/",
+    (
+        "--lora.init_from",
+        "{run}",
+        "--lora.targets",
+        "*.wq",
+    ): "--lora.init_from {run}: cannot load {checkpoint}: layers.",
     ("--lora.init_from", "{peft}", "--lora.alpha", "8"): "--lora.alpha 8: must be 32.0, as in the adapter {peft}",
     ("--lora.init_from", "{shape}"): (
         "--lora.init_from {shape}: cannot load {shape}: base_model.model.model.layers.0.mlp.down_proj.lora_A.weight has shape "
@@ -662,7 +667,7 @@ def places(finished, bases, tmp_path_factory):
     }
     places["base_checkpoint"] = checkpoint_of(places["base"])
     for name in ("peft", "shape", "dora", "linked", "linked_config"):
-        write_peft(places["checkpoint"], places[name])
+        write_peft(Adapter.open(places["checkpoint"], alone=True), places[name])
     for name, file in (("linked", "adapter_model.safetensors"), ("linked_config", "adapter_config.json")):
         (places[name] / file).unlink()
         (places[name] / file).symlink_to(places["peft"] / file)
@@ -703,9 +708,9 @@ def test_a_merged_model_is_not_rounded_to_the_dtype_of_the_base(bases, finished,
     """The fp32 export of a merged bf16 base has the fp32 sum of base and adapter."""
     checkpoint = checkpoint_of(finished("llama"))
     weights = open_weights(checkpoint, alone=True)
-    HfExport.open(weights.base.folder, torch.bfloat16).write(tmp_path / "base", GIB, lambda n: None)
-    base = WeightSource.open(tmp_path / "base", alone=True)
-    weights = dataclasses.replace(weights, base=base)
+    write_huggingface(open_weights(weights.base.folder, alone=True), tmp_path / "base", torch.bfloat16)
+    base = open_complete(tmp_path / "base", alone=True)
+    weights = MergedWeights.of(weights.adapter, base, into_quantized=False)
     name = "layers.0.attention.wq.weight"
     merged = weights.rows(name, 0, 8)
     expected = base.rows(name, 0, 8).float() + weights.adapter.product(name, slice(0, 8), slice(None))

@@ -28,7 +28,9 @@ from tests.training_runs import (
 from trainer.base.config import CheckpointConfig, PreferenceConfig
 from trainer.base.config.load import load_config
 from trainer.batch import IGNORE_INDEX
-from trainer.checkpoint.formats.export import HfExport, export_run
+from trainer.checkpoint.formats.export import export_run
+from trainer.checkpoint.formats.folders import open_weights
+from trainer.checkpoint.formats.huggingface_writer import write_huggingface
 from trainer.data.store.store import read_description
 from trainer.data.tokenizer.backends import load_tokenizer
 from trainer.objective import reference
@@ -150,8 +152,8 @@ def test_losses_gradients_and_metrics_equal_those_of_trl(ranks, base, tmp_path, 
         argv += ["--data.path", str(tmp_path / "pairs.jsonl")]
     ((parameters, gradients, batches),) = ranks(1).run(last_step, argv)
     config = load_config(combine(argv))
-    HfExport.open(checkpoint_of(Path(config.checkpoint.init_from)), torch.float32).write(
-        tmp_path / "hf", 2**30, lambda n: None
+    write_huggingface(
+        open_weights(checkpoint_of(Path(config.checkpoint.init_from)), alone=True), tmp_path / "hf", torch.float32
     )
     initial, model = (
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", attn_implementation="eager")

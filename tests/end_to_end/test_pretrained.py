@@ -10,7 +10,8 @@ import torch
 from tests.training_runs import checkpoint_of, combine, error_line, in_folder, train, trainer_from
 from trainer.base.system.console import LOGGER
 from trainer.base.system.files import digest_of, short_digest
-from trainer.checkpoint.formats.export import HfExport
+from trainer.checkpoint.formats.folders import open_weights
+from trainer.checkpoint.formats.huggingface_writer import write_huggingface
 
 CHAT = ["--data.dataset", "chat", "--data.path", "", "--data.packing", "best-fit", "--data.long_documents", "drop"]
 
@@ -20,7 +21,7 @@ def base(ranks, tiny, tmp_path_factory) -> Path:
     """A run folder, with an export of its model in several files."""
     folder = tmp_path_factory.mktemp("pretrained") / "base"
     ranks(1).run(train, combine([*tiny, *in_folder(folder), "--training.steps", "1"]))
-    HfExport.open(checkpoint_of(folder), torch.float32).write(folder / "huggingface", 200_000, lambda n: None)
+    write_huggingface(open_weights(checkpoint_of(folder), alone=True), folder / "huggingface", torch.float32, 200_000)
     assert len(list((folder / "huggingface").glob("model-*.safetensors"))) > 1
     return folder
 
@@ -102,7 +103,7 @@ def test_a_run_resumes_only_with_the_model_that_it_began_with(ranks, tiny, base,
     random = [*tiny, *in_folder(other), "--training.steps", "1"]
     lines = ranks(1).run(resumed, first, [*argv, "2", "--from", str(moved)], random)[0]
     assert lines == ["", ""]  # the same content in another folder
-    HfExport.open(checkpoint_of(other), torch.float32).write(other / "huggingface", 2**30, lambda n: None)
+    write_huggingface(open_weights(checkpoint_of(other), alone=True), other / "huggingface", torch.float32)
     later = [
         [*argv, "3", "--from", str(other / "huggingface")],
         [*random[:-1], "2", "--from", str(base)],

@@ -21,7 +21,7 @@ from trainer.adapters import nf4
 from trainer.base.config import ConfigError
 from trainer.base.config.command_line import run_to_end
 from trainer.base.config.load import load_config
-from trainer.checkpoint.formats.adapter import open_weights
+from trainer.checkpoint.formats.folders import open_weights
 from trainer.checkpoint.storage import read_index
 from trainer.run.resolve import resolve
 from trainer.runtime.dtensor import to_local

@@ -20,7 +20,8 @@ from trainer.base.config.model_source import resolve_checkpoint
 from trainer.base.system.files import digest_of
 from trainer.checkpoint import manifest
 from trainer.checkpoint.commit import load
-from trainer.checkpoint.formats.export import HfExport
+from trainer.checkpoint.formats.folders import open_weights
+from trainer.checkpoint.formats.huggingface_writer import write_huggingface
 from trainer.checkpoint.manifest import CorruptError, File, Manifest
 from trainer.checkpoint.resume import find_resume_point
 from trainer.runtime.device import DTYPES
@@ -104,9 +105,7 @@ def test_a_changed_checkpoint_is_ignored_or_refused_or_has_the_saved_tensors(tra
             return
         try:
             with may_refuse(expected=not is_unchanged):
-                HfExport.open(resolve_checkpoint(damaged), DTYPES["fp32"]).write(
-                    folder / "out", 2**30, lambda count: None
-                )
+                write_huggingface(open_weights(resolve_checkpoint(damaged), alone=True), folder / "out", DTYPES["fp32"])
                 assert is_unchanged or case.is_forged, "a damaged checkpoint was exported"
         except CorruptError as damage:
             refusal_of(damage)

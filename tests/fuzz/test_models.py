@@ -13,10 +13,9 @@ from safetensors.torch import load_file, save_file
 from models import MODELS
 from tests.fuzz.check import limits, may_refuse
 from tests.fuzz.strategies import Changed, Missing, Replaced, file_change, positions
-from trainer.checkpoint.formats.huggingface import HfModelFolder
-from trainer.checkpoint.formats.model_metadata import ModelMetadata, model_index
-from trainer.checkpoint.formats.write_model import import_folder
-from trainer.checkpoint.storage import read_rows
+from trainer.checkpoint.formats.huggingface import HuggingFaceWeights
+from trainer.checkpoint.formats.native import CheckpointWeights
+from trainer.checkpoint.formats.native_writer import write_checkpoint
 
 _MODEL = {
     "architectures": ["LlamaForCausalLM"],
@@ -162,12 +161,12 @@ def test_a_model_is_refused_with_one_line_or_imported_tensor_by_tensor(case):
         spec, out = MODELS["llama3"], folder / "imported"
         intact = not case.tensor_change and not case.file_changes
         with may_refuse(expected=not intact) as refusals:
-            source = HfModelFolder.open(folder, spec)
-            import_folder(source, "llama3", out, case.max_bytes, lambda count: None)
+            source = HuggingFaceWeights.open(folder, spec)
+            write_checkpoint(source, out, case.max_bytes)
         if refusals:
             return
-        imported, sizes = ModelMetadata.read(out).spec_and_sizes()
-        index = model_index(out, imported, sizes)
+        imported = CheckpointWeights.open(out, alone=True)
+        sizes, index = imported.sizes, imported.index
         stored = {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
         shapes = _hf_shapes(json.loads((folder / "config.json").read_text()))
         buffers = {name for name in stored if name.endswith("rotary_emb.inv_freq")}
@@ -176,9 +175,8 @@ def test_a_model_is_refused_with_one_line_or_imported_tensor_by_tensor(case):
         assert {name: tuple(stored[name].shape) for name in shapes} == shapes
         assert all(stored[name].is_floating_point() for name in shapes)
         assert len(index) == len(shapes) and source.sizes == sizes
-        for name, entry in index.items():
-            tensor = read_rows(out, name, entry, 0, entry.shape[0])
-            tensor = spec.huggingface.reorder(name, tensor, sizes.head_dim)
-            original = stored[spec.huggingface.name(name.removeprefix("model/"))]
+        for name in index:
+            tensor = spec.huggingface.reorder(name, imported.rows(name), sizes.head_dim)
+            original = stored[spec.huggingface.name(name)]
             actual, expected = (t.contiguous().view(torch.uint8) for t in (tensor, original))  # NaN differs from itself
             assert torch.equal(actual, expected), f"{name} has other values"

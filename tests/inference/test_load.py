@@ -10,7 +10,8 @@ import torch.distributed as dist
 from models.context import Context
 from tests.training_runs import checkpoint_of, combine, in_folder, train
 from trainer.base.config import ConfigError
-from trainer.checkpoint.formats.export import HfExport
+from trainer.checkpoint.formats.folders import open_weights
+from trainer.checkpoint.formats.huggingface_writer import write_huggingface
 from trainer.inference import load_model
 from trainer.inference.generate import TextGenerator
 
@@ -24,7 +25,7 @@ def run(ranks, tiny, tmp_path_factory):
     ranks(1).run(
         train, combine([*tiny, *in_folder(folder), "--checkpoint.interval_steps", "2", "--optimizer.lr", "1e-2"])
     )
-    HfExport.open(checkpoint_of(folder), torch.float32).write(folder / "huggingface", 2**30, lambda n: None)
+    write_huggingface(open_weights(checkpoint_of(folder), alone=True), folder / "huggingface", torch.float32)
     return folder
 
 

@@ -82,7 +82,7 @@ def test_every_row_starts_a_command_and_trains_with_valid_settings(part, tiny, t
         raise Failed("started")
 
     monkeypatch.setattr(Session, "run", start)
-    monkeypatch.setattr(gpu_acceptance, "write_model", lambda folder, *_: folder.mkdir())  # up to 60 GB
+    monkeypatch.setattr(gpu_acceptance, "write_tensors", lambda folder, *_: folder.mkdir())  # up to 60 GB
     for _, task in PARTS[part](Session(tmp_path, tiny)):
         with pytest.raises(Failed, match="started"):
             task()

@@ -15,7 +15,7 @@ from models import MODELS
 from scripts import plan as script
 from tests.commands import run_script
 from trainer.base.config import ConfigError
-from trainer.checkpoint.formats.huggingface import read_architecture
+from trainer.checkpoint.formats.folders import read_architecture
 from trainer.runtime.accelerators import SHORT_NAMES
 from trainer.tools.planner.recorder import MEMORY_CATEGORIES
 

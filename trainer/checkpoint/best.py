@@ -14,7 +14,8 @@ class BestTracker:
         """data: name of the dataset's token store, which changes with the content of the dataset. It is "" if the dataset
         consists of documents held out of the training data."""
         self.dataset = config.keep_best_on
-        self.identity = f"{config.keep_best_on}/{config.max_samples}/{data}{'/averaged' * config.averaged}"
+        averaged = "/averaged" if config.averaged else ""
+        self.identity = f"{config.keep_best_on}/{config.max_samples}/{data}{averaged}"
         self._saved = self._previous = (0, math.inf)
         self._pending: float | None = None
 

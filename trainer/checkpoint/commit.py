@@ -192,38 +192,14 @@ def load(checkpoint: Path, tensors: Tensors, expected: set[str]) -> None:
     with manifest.damage_as_config_error(checkpoint):
         index = storage.read_index(checkpoint)
     problems = [f"{name} is not a tensor of this run" for name in index if not _is_expected(name, expected)]
-    load_into(checkpoint, index, tensors, problems=problems)
+    require_match(checkpoint, index, tensors, cast=False, problems=problems)
+    targets = {name: local_region(tensor) for name, tensor in tensors.items()}
+    read_on_all_ranks(checkpoint, lambda: storage.read_regions(checkpoint, index, targets))
 
 
 def _is_expected(name: str, expected: set[str]) -> bool:
     parts = name.split("/")
     return any("/".join(parts[: i + 1]) in expected for i in range(len(parts)))
-
-
-def load_into(
-    folder: Path,
-    index: Mapping[str, TensorMetadata],
-    tensors: Tensors,
-    read: storage.Read = storage.read_slice,
-    *,
-    cast: bool = False,
-    problems: Sequence[str] = (),
-    alone: bool = False,
-) -> None:
-    """Load the tensors in place, collectively unless only this rank loads them (`alone`). Each rank reads only its shards.
-
-    Args:
-        read: As in read_regions.
-        cast: As in require_match.
-        problems: As in require_match.
-        alone: Whether only this rank calls the function.
-
-    Raises:
-        ConfigError: The checkpoint does not have these tensors, or cannot be read.
-    """
-    require_match(folder, index, tensors, cast=cast, problems=problems)
-    targets = {name: local_region(tensor) for name, tensor in tensors.items()}
-    read_on_all_ranks(folder, lambda: storage.read_regions(folder, index, targets, read), alone)
 
 
 def read_on_all_ranks(folder: Path, read: Callable[[], None], alone: bool = False) -> None:

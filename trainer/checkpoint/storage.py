@@ -289,28 +289,9 @@ def _ranges(bounds: Sequence[tuple[int, int]], origin: Sequence[int]) -> tuple[s
     return tuple(slice(start - o, stop - o) for (start, stop), o in zip(bounds, origin, strict=True))
 
 
-def read_rows(
-    folder: Path,
-    name: str,
-    stored: TensorMetadata,
-    start: int,
-    stop: int,
-    read: Read = read_slice,
-    matrix: int | None = None,
-) -> Tensor:
-    """Return rows [start, stop) of a stored tensor, or of one matrix of a stored stack of matrices.
-
-    Args:
-        folder: Folder of the index.
-        name: Name of the tensor.
-        stored: Its entry in the index.
-        start: First row.
-        stop: Row behind the last one.
-        read: See Read.
-        matrix: Index of the matrix in the stack. None: the tensor is no stack, or its rows are the matrices.
-    """
-    outer = () if matrix is None else (slice(matrix, matrix + 1),)
-    region = (*outer, slice(start, stop), *(slice(0, size) for size in stored.shape[len(outer) + 1 :]))
+def read_rows(folder: Path, name: str, stored: TensorMetadata, start: int, stop: int) -> Tensor:
+    """Return rows [start, stop) of a stored tensor. stored: its entry in the index."""
+    region = (slice(start, stop), *(slice(0, size) for size in stored.shape[1:]))
     rows = torch.empty([r.stop - r.start for r in region], dtype=stored.dtype)
-    read_regions(folder, {name: stored}, {name: (rows, region)}, read)
-    return rows.flatten(0, len(outer))
+    read_regions(folder, {name: stored}, {name: (rows, region)})
+    return rows

@@ -16,12 +16,12 @@ from models.context import Context
 from models.spec import LayerKind, ParallelPlan
 from trainer.base.config import ConfigError
 from trainer.base.config.model_source import resolve_checkpoint
-from trainer.checkpoint.formats.adapter import open_weights
-from trainer.checkpoint.formats.huggingface import window_and_generation
+from trainer.checkpoint.formats.folders import open_weights, window_and_generation
+from trainer.checkpoint.formats.tokenizer_files import load_model_tokenizer
 from trainer.data.chat.format import ChatFormat, load_chat_format
 from trainer.data.chat.template_files import BUILT_IN
 from trainer.data.tokenizer.protocol import Tokenizer
-from trainer.inference.load import build_model, load_text
+from trainer.inference.load import build_model
 from trainer.parallel.tensor import apply_tensor
 from trainer.runtime.distributed import run_on_rank_0
 
@@ -170,8 +170,7 @@ class TextGenerator:
         """
         folder = run_on_rank_0(partial(resolve_checkpoint, folder))
         weights = open_weights(folder, base, averaged=averaged)
-        tokenizer, own_template, trained_seq_len = load_text(weights)
-        max_seq_len = max_seq_len or trained_seq_len
+        tokenizer, max_seq_len = load_model_tokenizer(weights), max_seq_len or weights.model.seq_len
         sizes, ranks = weights.sizes.for_seq_len(max_seq_len), dist.get_world_size()
 
         def shard(model: nn.Module) -> None:
@@ -188,7 +187,8 @@ class TextGenerator:
         caches = _add_caches(model, model.plan(), sizes, max_seq_len, ranks, dtype, device)
         eos = window_and_generation(folder)[1].get("eos_token_id")
         stop = {tokenizer.eos, *(eos if isinstance(eos, list) else [] if eos is None else [eos])}
-        return cls(folder, model, caches, tokenizer, device, stop, chat_template or own_template, max_seq_len)
+        chat_template = chat_template or str(weights.template_file() or "")
+        return cls(folder, model, caches, tokenizer, device, stop, chat_template, max_seq_len)
 
     def chat_format(self) -> ChatFormat:
         """Return the chat format that the template defines. Raises ConfigError if the model has no chat template."""

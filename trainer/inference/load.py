@@ -10,12 +10,11 @@ from torch import Tensor, nn
 
 from models.spec import saved_weights
 from trainer.base.config import ConfigError
-from trainer.base.config.model_source import resolve_checkpoint, template_file
+from trainer.base.config.model_source import resolve_checkpoint
 from trainer.base.system.paths import path_error
-from trainer.checkpoint.formats.adapter import AdapterSource, open_weights
-from trainer.checkpoint.formats.model_metadata import CHAT_TEMPLATE, ModelMetadata
-from trainer.checkpoint.formats.tokenizer_files import load_checkpoint_tokenizer, load_hf_tokenizer
-from trainer.checkpoint.formats.weights import WeightSource
+from trainer.checkpoint.formats.folders import open_weights
+from trainer.checkpoint.formats.tokenizer_files import load_model_tokenizer
+from trainer.checkpoint.formats.weights import Weights
 from trainer.data.tokenizer.protocol import Tokenizer
 from trainer.parallel.init_weights import allocate
 from trainer.runtime.device import existing_device
@@ -61,8 +60,8 @@ def load_model(
     chosen = existing_device(device)
     checkpoint = resolve_checkpoint(Path(path))
     weights = open_weights(checkpoint, None if base is None else Path(base), True, averaged)
-    tokenizer, _, trained_seq_len = load_text(weights)
-    sizes = weights.sizes.for_seq_len(max_seq_len or trained_seq_len)
+    tokenizer = load_model_tokenizer(weights)
+    sizes = weights.sizes.for_seq_len(max_seq_len or weights.model.seq_len)
     model = build_model(weights, sizes, dtype, chosen)
     model.register_forward_pre_hook(partial(_require_tokens, sizes.vocab_size))
     return model, tokenizer
@@ -82,7 +81,7 @@ def _require_tokens(vocab_size: int, model: nn.Module, arguments: tuple[Any, ...
 
 
 def build_model(
-    weights: WeightSource | AdapterSource,
+    weights: Weights,
     sizes: Any,
     dtype: torch.dtype,
     device: torch.device,
@@ -103,14 +102,3 @@ def build_model(
     allocate(model, device)
     weights.load_into(saved_weights(model))
     return model.eval()
-
-
-def load_text(weights: WeightSource | AdapterSource) -> tuple[Tokenizer, str, int]:
-    """Return the tokenizer beside the weights, the path of the chat template ("" if there is none) and the sequence length of
-    training."""
-    folder = weights.folder
-    if weights.hf_folder is None:
-        template = str(folder / CHAT_TEMPLATE) if (folder / CHAT_TEMPLATE).exists() else ""
-        metadata = ModelMetadata.read(folder)
-        return load_checkpoint_tokenizer(folder, metadata), template, metadata.seq_len
-    return load_hf_tokenizer(folder), str(template_file(folder) or ""), weights.hf_folder.seq_len

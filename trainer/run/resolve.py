@@ -14,7 +14,7 @@ from trainer.base.config import Config, ConfigError, ModelConfig, ProfilingConfi
 from trainer.base.config.fields import Setting, coerce, parse_text, settings, type_name
 from trainer.base.config.pretrained import is_from_pretrained
 from trainer.base.system.spelling import did_you_mean
-from trainer.checkpoint.formats.huggingface import read_architecture
+from trainer.checkpoint.formats.folders import read_architecture
 from trainer.checkpoint.formats.peft import PeftNames, require_peft_support
 from trainer.checkpoint.resume import FAMILY
 from trainer.parallel.float8 import Float8, check_shapes, resolve_float8

@@ -27,7 +27,7 @@ from trainer.base.system.spelling import counted
 from trainer.base.system.units import GIB
 from trainer.checkpoint import resume
 from trainer.checkpoint.formats.export import export_run
-from trainer.checkpoint.formats.huggingface import window_and_generation
+from trainer.checkpoint.formats.folders import window_and_generation
 from trainer.checkpoint.formats.model_metadata import CHAT_TEMPLATE, GENERATION_CONFIG, ModelMetadata
 from trainer.checkpoint.resume import ResumePoint
 from trainer.data.build import Datasets

@@ -15,7 +15,7 @@ from trainer.base.system.process import memory_available
 from trainer.base.system.spelling import counted, every
 from trainer.base.system.units import GIB, duration
 from trainer.checkpoint.best import BestTracker
-from trainer.checkpoint.formats.initial_adapter import load_adapter
+from trainer.checkpoint.formats.initial_weights import load_adapter
 from trainer.checkpoint.resume import ResumePoint, require_compatible
 from trainer.data.build import Datasets
 from trainer.data.datasets import all_dataset_configs

@@ -12,11 +12,11 @@ from models import MODELS
 from models.config_json import text_config
 from tests.models.families import CASES, SEQ, config_of, hf_model_of, inputs
 from trainer.base.config import ConfigError, ModelConfig
-from trainer.checkpoint.formats.export import HfExport
-from trainer.checkpoint.formats.huggingface import HfModelFolder
+from trainer.checkpoint.formats.folders import open_complete, open_weights
+from trainer.checkpoint.formats.huggingface import HuggingFaceWeights
+from trainer.checkpoint.formats.huggingface_writer import exported_bytes, write_huggingface
+from trainer.checkpoint.formats.native_writer import write_checkpoint
 from trainer.checkpoint.formats.peft import PeftNames
-from trainer.checkpoint.formats.weights import WeightSource
-from trainer.checkpoint.formats.write_model import import_folder
 from trainer.run.resolve import resolve_model
 
 GIB = 2**30
@@ -32,10 +32,10 @@ def test_a_folder_round_trips_and_loads_in_transformers(family, index, tmp_path)
     original = hf_model_of(family, index)
     original.save_pretrained(tmp_path / "in", max_shard_size="20KB")
     (tmp_path / "in" / "generation_config.json").write_text(json.dumps(_GENERATION))
-    folder = HfModelFolder.open(tmp_path / "in")
+    folder = HuggingFaceWeights.open(tmp_path / "in")
     assert folder.spec.huggingface is MODELS[family].huggingface
-    import_folder(folder, family, tmp_path / "ours", 2**14, lambda count: None)
-    HfExport.open(tmp_path / "ours", torch.float32).write(tmp_path / "out", 2**14, lambda count: None)
+    write_checkpoint(folder, tmp_path / "ours", 2**14)
+    write_huggingface(open_weights(tmp_path / "ours", alone=True), tmp_path / "out", torch.float32, 2**14)
 
     before, after = tensors_of(tmp_path / "in"), tensors_of(tmp_path / "out")
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
@@ -65,8 +65,8 @@ def test_the_text_model_of_a_model_of_several_modalities_is_read(prefix, tmp_pat
     (tmp_path / "in").mkdir()
     save_file(nested, tmp_path / "in" / "model.safetensors")
     (tmp_path / "in" / "config.json").write_text(json.dumps(config))
-    import_folder(HfModelFolder.open(tmp_path / "in"), "gemma3", tmp_path / "ours", GIB, lambda count: None)
-    HfExport.open(tmp_path / "ours", torch.float32).write(tmp_path / "out", GIB, lambda count: None)
+    write_checkpoint(HuggingFaceWeights.open(tmp_path / "in"), tmp_path / "ours")
+    write_huggingface(open_weights(tmp_path / "ours", alone=True), tmp_path / "out", torch.float32)
     written = tensors_of(tmp_path / "out")
     assert written.keys() == stored.keys() and all(torch.equal(written[name], stored[name]) for name in stored)
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager")
@@ -82,27 +82,27 @@ def test_layers_for_multi_token_prediction_are_not_read_and_others_are_refused(k
     extra = {"model.layers.4.eh_proj.weight": torch.ones(2), "model.layers.4.shared_head.norm.weight": torch.ones(2)}
     tensors = load_file(tmp_path / "model.safetensors")
     save_file(tensors | extra, tmp_path / "model.safetensors")
-    source = WeightSource.open(tmp_path, alone=True)
+    source = open_complete(tmp_path, alone=True)
     assert source.files() == "model.safetensors; not model.layers.4"
     correction = source.rows("layers.1.feed_forward.router.correction", 0, 8)
     assert torch.equal(correction, tensors["model.layers.1.mlp.gate.e_score_correction_bias"])
     (tmp_path / "config.json").write_text(json.dumps(config | {key: 0}))
     with pytest.raises(ConfigError, match=r"layers\.4\.eh_proj\.weight is not a parameter of this model"):
-        HfModelFolder.open(tmp_path)
+        HuggingFaceWeights.open(tmp_path)
 
 
 def test_an_export_in_bf16_keeps_the_correction_of_routers_exact(tmp_path):
     hf_model_of("deepseek-v3", 0).save_pretrained(tmp_path / "in")
-    import_folder(HfModelFolder.open(tmp_path / "in"), "deepseek-v3", tmp_path / "ours", GIB, lambda count: None)
-    export = HfExport.open(tmp_path / "ours", torch.bfloat16)
-    export.write(tmp_path / "out", GIB, lambda count: None)
+    write_checkpoint(HuggingFaceWeights.open(tmp_path / "in"), tmp_path / "ours")
+    weights = open_weights(tmp_path / "ours", alone=True)
+    write_huggingface(weights, tmp_path / "out", torch.bfloat16)
     before, after = tensors_of(tmp_path / "in"), tensors_of(tmp_path / "out")
     name = "model.layers.1.mlp.gate.e_score_correction_bias"
     assert {key for key, t in after.items() if t.dtype != torch.bfloat16} == {
         key for key in after if key.endswith("e_score_correction_bias")
     }
     assert torch.equal(before[name], after[name])
-    assert export.num_bytes() == sum(t.nbytes for t in after.values())
+    assert exported_bytes(weights, torch.bfloat16) == sum(t.nbytes for t in after.values())
 
 
 REFUSED = [
@@ -217,7 +217,7 @@ REFUSED = [
 def test_an_unsupported_configuration_is_refused_with_the_field_at_fault(family, key, value, problem, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config_of(family, 0) | {key: value}))
     with pytest.raises(ConfigError) as error:
-        HfModelFolder.open(tmp_path)
+        HuggingFaceWeights.open(tmp_path)
     assert str(error.value) == f"{tmp_path}/config.json: {problem}"
 
 
@@ -243,7 +243,7 @@ def test_an_unsupported_configuration_is_refused_with_the_field_at_fault(family,
 def test_an_error_names_the_key_that_the_file_has(family, key, alias, value, problem, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config_of(family, 0) | {key: None, alias: value}))
     with pytest.raises(ConfigError) as error:
-        HfModelFolder.open(tmp_path)
+        HuggingFaceWeights.open(tmp_path)
     assert str(error.value) == f"{tmp_path}/config.json: {problem}"
 
 
@@ -274,13 +274,13 @@ def test_experts_that_contradict_the_config_are_refused(tensors, config, problem
     save_file({name: t for name, t in stored.items() if t is not None}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps(config_of("olmoe", 0) | config))
     with pytest.raises(ConfigError) as error:
-        HfModelFolder.open(tmp_path)
+        HuggingFaceWeights.open(tmp_path)
     assert str(error.value).startswith(f"cannot load {tmp_path}: {problem}") and "\n" not in str(error.value)
 
 
 def test_a_folder_or_its_configuration_replaces_name_and_size(tmp_path):
     hf_model_of("gemma3", 0).save_pretrained(tmp_path / "in")
-    sizes = HfModelFolder.open(tmp_path / "in").sizes
+    sizes = HuggingFaceWeights.open(tmp_path / "in").sizes
     for path in (tmp_path / "in", tmp_path / "in" / "config.json"):
         assert resolve_model(ModelConfig(huggingface=str(path))) == ("gemma3", sizes)
     changed = ModelConfig(huggingface=str(tmp_path / "in"), overrides={"n_layers": 2, "window": 5})

@@ -13,9 +13,9 @@ from tests.commands import run_script
 from tests.conftest import ROOT
 from tests.training_runs import error_line
 from trainer.base.config import ConfigError, LoraConfig, ModelConfig, TokenizerConfig
-from trainer.checkpoint.formats.huggingface import HfModelFolder
-from trainer.checkpoint.formats.initial_adapter import load_adapter
-from trainer.checkpoint.formats.weights import WeightSource
+from trainer.checkpoint.formats.folders import open_complete
+from trainer.checkpoint.formats.huggingface import HuggingFaceWeights
+from trainer.checkpoint.formats.initial_weights import load_adapter
 from trainer.data.chat.template_files import read_template
 from trainer.data.tokenizer.backends import load_tokenizer
 from trainer.run.resolve import resolve_model
@@ -172,7 +172,7 @@ def test_weights_that_cannot_be_read_are_described(model, tmp_path, kind):
     change, what = WEIGHTS[kind]
     change(model)
     with pytest.raises(ConfigError) as error:
-        WeightSource.open(model, alone=True)  # for checkpoint.init_from and generate.py
+        open_complete(model, alone=True)  # for checkpoint.init_from and generate.py
     assert error.value.message == f"{model} {what}"
     done = run_script("scripts/convert_hf.py", "from-hf", model, tmp_path / "out")
     assert (done.returncode, done.stderr.strip()) == (2, f"{model} {what}")
@@ -183,17 +183,17 @@ def test_weights_that_cannot_be_read_are_described(model, tmp_path, kind):
     "name", ["consolidated.safetensors", "pytorch_model.bin", "adapter_model.safetensors", "x.gguf"]
 )
 def test_other_files_beside_the_weights_are_not_read(model, name):
-    before = HfModelFolder.open(model).index
+    before = HuggingFaceWeights.open(model).index
     (model / name).write_text("not a tensor")
-    assert HfModelFolder.open(model).index == before
+    assert HuggingFaceWeights.open(model).index == before
     only_index(model)
-    assert HfModelFolder.open(model).index.keys() == before.keys()
+    assert HuggingFaceWeights.open(model).index.keys() == before.keys()
 
 
 def test_an_index_that_names_the_single_file_is_not_stale(model):
-    before = HfModelFolder.open(model).index
+    before = HuggingFaceWeights.open(model).index
     (model / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(load_file(model / SINGLE), SINGLE)}))
-    assert HfModelFolder.open(model).index == before
+    assert HuggingFaceWeights.open(model).index == before
 
 
 def folder_with(folder, *names, content="{}"):
@@ -249,7 +249,7 @@ def test_every_setting_that_names_a_folder_describes_it(tiny, tmp_path, kind):
         resolve_model(ModelConfig(huggingface=str(folder)))
     assert str(error.value) == f"model.huggingface: {what}"
     with pytest.raises(ConfigError) as error:
-        WeightSource.open(folder, alone=True)
+        open_complete(folder, alone=True)
     assert error.value.message == what
     with pytest.raises(ConfigError) as error:
         load_tokenizer(TokenizerConfig(backend="huggingface", path=str(folder)))
@@ -341,7 +341,7 @@ def test_a_folder_that_is_no_adapter_is_described(tmp_path, files, what, monkeyp
     folder.mkdir()
     for name, content in files.items():
         (folder / name).write_text(content)
-    monkeypatch.setattr("trainer.checkpoint.formats.initial_adapter.run_on_rank_0", lambda work: work())
+    monkeypatch.setattr("trainer.checkpoint.formats.initial_weights.run_on_rank_0", lambda work: work())
     spec = MODELS["llama3"]
     with pytest.raises(ConfigError) as error:
         load_adapter(LoraConfig(init_from=str(folder)), spec, spec.sizes["debug"], {}, {}, "")
@@ -351,9 +351,9 @@ def test_a_folder_that_is_no_adapter_is_described(tmp_path, files, what, monkeyp
 def test_the_log_names_the_files_with_weights_that_were_read(model):
     (model / "pytorch_model.bin").touch()
     (model / "consolidated.safetensors").touch()
-    described = WeightSource.open(model, alone=True).files()
+    described = open_complete(model, alone=True).files()
     assert described == f"{SINGLE}; not consolidated.safetensors, pytorch_model.bin"
     for name in ("pytorch_model.bin", "consolidated.safetensors"):
         (model / name).unlink()
     only_index(model)
-    assert WeightSource.open(model, alone=True).files() == f"2 files, {A} to {B}"
+    assert open_complete(model, alone=True).files() == f"2 files, {A} to {B}"

@@ -13,8 +13,7 @@ from safetensors.torch import load_file, save_file
 from tests.training_runs import in_folder, lines_logged_by_train, records
 from trainer.base.config import ConfigError
 from trainer.checkpoint.formats.fp8 import decode
-from trainer.checkpoint.formats.huggingface import HfModelFolder
-from trainer.checkpoint.storage import read_regions
+from trainer.checkpoint.formats.huggingface import HuggingFaceWeights
 
 BLOCK = (24, 40)
 SETTINGS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [*BLOCK]}
@@ -62,14 +61,12 @@ def configure(folder, **settings):
 
 def test_every_region_is_read_in_bf16(folder):
     source, decoded = folder
-    hf = HfModelFolder.open(source)
-    assert {stored.dtype for stored in hf.index.values()} == {torch.bfloat16} and len(hf.files()) == 2
+    hf = HuggingFaceWeights.open(source)
+    assert {stored.dtype for stored in hf.index.values()} == {torch.bfloat16} and hf.files().startswith("2 files")
     assert all(torch.equal(hf.rows(name, 0, stored.shape[0]), decoded[hf.keys[hf.spec.huggingface.name(name)]])
                for name, stored in hf.index.items())  # fmt: skip
     name, region = "layers.1.feed_forward.w2.weight", (slice(9, 35), slice(20, 71))
-    part = torch.empty(26, 51, dtype=torch.bfloat16)
-    read_regions(source, hf.index, {name: (part, region)}, hf.read)
-    assert torch.equal(part, decoded["model.layers.1.mlp.down_proj.weight"][region])
+    assert torch.equal(hf.region(name, region), decoded["model.layers.1.mlp.down_proj.weight"][region])
 
 
 def start(ranks, tiny, folder, run):
@@ -106,14 +103,14 @@ def test_damaged_folders_are_refused(folder):
     source, _ = folder
     configure(source, quantization_config=None)
     with pytest.raises(ConfigError, match="has the unsupported dtype F8_E4M3"):
-        HfModelFolder.open(source)
+        HuggingFaceWeights.open(source)
     configure(source, quantization_config=SETTINGS | {"weight_block_size": [8, 8]})
     with pytest.raises(ConfigError, match=r"which do not fit blocks of \[8, 8\]"):
-        HfModelFolder.open(source)
+        HuggingFaceWeights.open(source)
     configure(source, quantization_config=SETTINGS)
     file = source / "model-00002-of-00002.safetensors"
     scales = load_file(file)
     del scales["model.layers.0.mlp.up_proj.weight_scale_inv"]
     save_file(scales, file)
     with pytest.raises(ConfigError, match=r"up_proj\.weight has the format FP8, but .*weight_scale_inv is missing"):
-        HfModelFolder.open(source)
+        HuggingFaceWeights.open(source)

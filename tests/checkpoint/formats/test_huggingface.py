@@ -21,10 +21,12 @@ from tests.training_runs import full, train, trainer_from
 from trainer.base.config import CheckpointConfig, ConfigError, TokenizerConfig
 from trainer.base.config.load import load_config
 from trainer.checkpoint import manifest
-from trainer.checkpoint.formats.export import HfExport, export_run, is_export_of
-from trainer.checkpoint.formats.huggingface import HfModelFolder
-from trainer.checkpoint.formats.weights import WeightSource
-from trainer.checkpoint.formats.write_model import import_folder
+from trainer.checkpoint.formats.export import export_run, is_export_of
+from trainer.checkpoint.formats.folders import open_complete, open_weights
+from trainer.checkpoint.formats.huggingface import HuggingFaceWeights
+from trainer.checkpoint.formats.huggingface_writer import write_huggingface
+from trainer.checkpoint.formats.native_writer import write_checkpoint
+from trainer.checkpoint.formats.weights import Weights
 from trainer.checkpoint.storage import read_index, read_rows
 from trainer.data.tokenizer.backends import load_tokenizer
 from trainer.runtime.device import memory_now, memory_peak
@@ -67,8 +69,8 @@ def transformers():
 
 
 def native_logits(checkpoint, tokens):
-    export = HfExport.open(checkpoint, torch.float32)
-    model = export.spec.model(export.sizes)
+    weights = open_weights(checkpoint, alone=True)
+    model = weights.spec.model(weights.sizes)
     index = read_index(checkpoint)
     with torch.no_grad():
         for name, p in model.named_parameters():
@@ -101,14 +103,14 @@ def test_an_exported_model_gives_the_same_logits_in_transformers(ranks, tiny, tm
     if "tied" in model and size == 8:
         layout = ["--parallel.tp", "2", "--parallel.dp_shard", "4"]  # tied embeddings do not support pipeline stages
     checkpoint = trained(ranks, tiny, tmp_path, model, size, *layout)
-    HfExport.open(checkpoint, torch.float32).write(tmp_path / "out", GIB, lambda n: None)
+    write_huggingface(open_weights(checkpoint, alone=True), tmp_path / "out", torch.float32)
     assert_same_logits(native_logits(checkpoint, TOKENS), hf_logits(tmp_path / "out", TOKENS))
 
     # The import is bitwise identical, also from several small files.
-    folder = HfModelFolder.open(tmp_path / "out", MODELS["llama3"])
-    import_folder(folder, "llama3", tmp_path / "back", 2**18, lambda n: None)
+    folder = HuggingFaceWeights.open(tmp_path / "out", MODELS["llama3"])
+    write_checkpoint(folder, tmp_path / "back", 2**18)
     assert torch.equal(native_logits(tmp_path / "back", TOKENS), native_logits(checkpoint, TOKENS))
-    HfExport.open(tmp_path / "back", torch.float32).write(tmp_path / "again", 2**18, lambda n: None)
+    write_huggingface(open_weights(tmp_path / "back", alone=True), tmp_path / "again", torch.float32, 2**18)
     again = {n: t for path in (tmp_path / "again").glob("*.safetensors") for n, t in load_file(path).items()}
     first = load_file(tmp_path / "out" / "model.safetensors")
     assert set(again) == set(first) and all(torch.equal(again[name], first[name]) for name in first)
@@ -117,16 +119,16 @@ def test_an_exported_model_gives_the_same_logits_in_transformers(ranks, tiny, tm
 
 
 def test_an_imported_model_gives_the_same_logits_as_transformers(hf_model, tmp_path):
-    folder = HfModelFolder.open(hf_model, MODELS["llama3"])
-    import_folder(folder, "llama3", tmp_path / "c", GIB, lambda n: None)
+    folder = HuggingFaceWeights.open(hf_model, MODELS["llama3"])
+    write_checkpoint(folder, tmp_path / "c")
     assert_same_logits(native_logits(tmp_path / "c", TOKENS), hf_logits(hf_model, TOKENS))
 
 
 def source_and_parameters(hf_model, tmp_path, imported):
     """Return the folder of the model, or a checkpoint imported from it, and its parameters."""
-    folder = HfModelFolder.open(hf_model, MODELS["llama3"])
+    folder = HuggingFaceWeights.open(hf_model, MODELS["llama3"])
     if imported:
-        import_folder(folder, "llama3", tmp_path / "imported", GIB, lambda n: None)
+        write_checkpoint(folder, tmp_path / "imported")
     source = tmp_path / "imported" if imported else hf_model
     return source, {name: folder.rows(name, 0, stored.shape[0]) for name, stored in folder.index.items()}
 
@@ -176,7 +178,7 @@ def test_new_embedding_rows_are_the_mean_of_the_stored_rows(ranks, tiny, tmp_pat
 
 
 def calls_that_read_all_rows(argv):
-    with mock.patch("trainer.checkpoint.formats.weights.read_rows", side_effect=read_rows) as read:
+    with mock.patch.object(Weights, "rows", autospec=True, side_effect=Weights.rows) as read:
         trainer_from(argv)
     return read.call_count
 
@@ -191,7 +193,7 @@ def memory_of_loading(argv, folder):
     """Return the bytes of this rank's parameters, and the growth of the process in bytes while it loads them."""
     cpu, (engine, _) = torch.device("cpu"), build_step(load_config(argv))
     before = memory_now(cpu)
-    WeightSource.open(folder).load_into(engine.parameters)
+    open_complete(folder).load_into(engine.parameters)
     return sum(to_local(p.detach()).nbytes for p in engine.parameters.values()), memory_peak(cpu) - before
 
 
@@ -335,7 +337,7 @@ def test_unsupported_config_is_rejected(tmp_path, change, problem):
     config = LLAMA3.huggingface.config(LLAMA3.sizes["debug"], 128) | change
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError) as error:
-        HfModelFolder.open(tmp_path, MODELS["llama3"])
+        HuggingFaceWeights.open(tmp_path, MODELS["llama3"])
     assert error.value.message == f"{tmp_path}/config.json: {problem}"
 
 
@@ -386,19 +388,19 @@ def test_tensors_that_contradict_the_config_are_refused(hf_model, tmp_path, tens
     assert code == 2 and not (tmp_path / "out").exists()
     assert f"{folder}: {problem}" in line
     with pytest.raises(ConfigError, match=re.escape(line)):
-        WeightSource.open(folder)  # for checkpoint.init_from and generate.py
+        open_complete(folder)  # for checkpoint.init_from and generate.py
 
 
 def test_tensors_that_the_model_computes_or_ties_are_ignored(hf_model, tmp_path):
     frequencies = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(2) for i in range(2)}
-    original = HfModelFolder.open(hf_model, MODELS["llama3"])
+    original = HuggingFaceWeights.open(hf_model, MODELS["llama3"])
     embedding = original.rows("tok_embeddings.weight", 0, original.sizes.vocab_size)
     folder = changed_model(hf_model, tmp_path / "model", frequencies | {HEAD: embedding}, tie_word_embeddings=True)
-    index = HfModelFolder.open(folder, MODELS["llama3"]).index
+    index = HuggingFaceWeights.open(folder, MODELS["llama3"]).index
     assert set(index) == set(original.index) - {"output.weight"}
     folder = changed_model(hf_model, tmp_path / "bf16", {HEAD: embedding.bfloat16()}, tie_word_embeddings=True)
     with pytest.raises(ConfigError, match=f"{HEAD} differs from {EMBEDDING}"):
-        HfModelFolder.open(folder, MODELS["llama3"])
+        HuggingFaceWeights.open(folder, MODELS["llama3"])
 
 
 def test_a_tensor_in_two_files_is_refused(hf_model, tmp_path):
@@ -407,16 +409,16 @@ def test_a_tensor_in_two_files_is_refused(hf_model, tmp_path):
     weight_map = {HEAD: "model.safetensors", NORM: "more.safetensors"}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     with pytest.raises(ConfigError, match=f"model.safetensors and more.safetensors both contain {NORM}"):
-        HfModelFolder.open(folder, MODELS["llama3"])
+        HuggingFaceWeights.open(folder, MODELS["llama3"])
 
 
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ({"sizes": {"n_layers": 1}}, "model/layers.1.attention.wk.weight is not a parameter of this model"),
-        ({"sizes": {"n_kv_heads": 2}}, "model/layers.0.attention.wk.weight has shape [16, 32], expected [8, 32]"),
+        ({"sizes": {"n_layers": 1}}, "layers.1.attention.wk.weight is not a parameter of this model"),
+        ({"sizes": {"n_kv_heads": 2}}, "layers.0.attention.wk.weight has shape [16, 32], expected [8, 32]"),
         ({"sizes": {"n_layers": 2.0}}, f"model.json: n_layers 2.0 must be {INTEGER}"),
-        ({"sizes": {"layers": 2}}, "model.json does not list the sizes of llama3"),
+        ({"sizes": {"layers": 2}}, "model.json does not list the sizes of llama2"),
         ({"seq_len": "long"}, "model.json does not describe a model"),
         ({"seq_len": -1}, "model.json does not describe a model"),
         ({"special_token_ids": []}, "model.json does not describe a model"),
@@ -427,8 +429,8 @@ def test_a_tensor_in_two_files_is_refused(hf_model, tmp_path):
     ],
 )
 def test_a_checkpoint_whose_tensors_contradict_its_model_is_refused(ranks, hf_model, tmp_path, change, problem):
-    folder, checkpoint = HfModelFolder.open(hf_model, MODELS["llama3"]), tmp_path / "c"
-    import_folder(folder, "llama3", checkpoint, GIB, lambda n: None)
+    folder, checkpoint = HuggingFaceWeights.open(hf_model, MODELS["llama3"]), tmp_path / "c"
+    write_checkpoint(folder, checkpoint)
     model = json.loads((checkpoint / "model.json").read_text())
     model |= change | ({"sizes": model["sizes"] | change["sizes"]} if "sizes" in change else {})
     (checkpoint / "model.json").write_text(json.dumps(model))
@@ -436,7 +438,7 @@ def test_a_checkpoint_whose_tensors_contradict_its_model_is_refused(ranks, hf_mo
     code, line = script("to-hf", checkpoint, tmp_path / "out")
     assert code == 2 and f"{checkpoint}: {problem}" in line
     with pytest.raises(RankError, match=re.escape(problem)):
-        ranks(1).run(WeightSource.open, checkpoint)
+        ranks(1).run(open_complete, checkpoint)
 
 
 # ------------------------------------------------------------ untrusted folders
@@ -453,7 +455,7 @@ def folder_of(tmp_path, weight_map=None):
 @pytest.mark.parametrize("file", ["../x.safetensors", "/etc/passwd", "a/b.safetensors", "", 7, None, ["x"], "a\nb"])
 def test_index_with_a_path_out_of_its_folder_is_rejected(tmp_path, file):
     with pytest.raises(ConfigError, match="which is not a plain file name"):
-        HfModelFolder.open(folder_of(tmp_path, {"model.norm.weight": file}), MODELS["llama3"])
+        HuggingFaceWeights.open(folder_of(tmp_path, {"model.norm.weight": file}), MODELS["llama3"])
 
 
 def test_links_are_rejected_except_into_the_cache_of_hugging_face(hf_model, tmp_path):
@@ -463,12 +465,12 @@ def test_links_are_rejected_except_into_the_cache_of_hugging_face(hf_model, tmp_
     folder = changed_model(hf_model, snapshot)
     shutil.move(folder / "model.safetensors", tmp_path / "blobs" / "0a")
     (folder / "model.safetensors").symlink_to("../../blobs/0a")
-    assert "norm.weight" in HfModelFolder.open(folder, MODELS["llama3"]).index
+    assert "norm.weight" in HuggingFaceWeights.open(folder, MODELS["llama3"]).index
     (folder / "model.safetensors").unlink()
     shutil.move(tmp_path / "blobs" / "0a", tmp_path / "elsewhere")
     (folder / "model.safetensors").symlink_to("../../elsewhere")
     with pytest.raises(ConfigError, match=r"model.safetensors is a symbolic link to a path outside the folder"):
-        HfModelFolder.open(folder, MODELS["llama3"])
+        HuggingFaceWeights.open(folder, MODELS["llama3"])
 
 
 def test_a_loop_of_links_is_a_one_line_error(tmp_path):
@@ -476,7 +478,7 @@ def test_a_loop_of_links_is_a_one_line_error(tmp_path):
     (folder / "model.safetensors").unlink()
     (folder / "model.safetensors").symlink_to("model.safetensors")
     with pytest.raises(ConfigError, match=r"model.safetensors: .*"):
-        HfModelFolder.open(folder, MODELS["llama3"])
+        HuggingFaceWeights.open(folder, MODELS["llama3"])
 
 
 @pytest.mark.parametrize(
@@ -486,7 +488,7 @@ def test_invalid_header_is_a_one_line_error(tmp_path, head):
     folder = folder_of(tmp_path)
     (folder / "model.safetensors").write_bytes(head)
     with pytest.raises(ConfigError, match=r"model\.safetensors: "):
-        HfModelFolder.open(folder, MODELS["llama3"])
+        HuggingFaceWeights.open(folder, MODELS["llama3"])
 
 
 # ------------------------------------------------------------ the script
@@ -506,6 +508,7 @@ def test_script_converts_and_reports_errors_in_one_line(hf_model, tmp_path):
         2,
         f"{tmp_path}/out exists and is not an empty folder; choose another path",
     )
+    assert script("to-hf", hf_model, tmp_path / "x") == (2, f"{hf_model} is a model in Hugging Face's format already")
     assert script("to-hf", tmp_path, tmp_path / "x") == (
         2,
         f"{tmp_path} contains neither manifest.json of a checkpoint nor config.json of a Hugging Face model",

@@ -12,11 +12,11 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from models.context import Context
 from models.huggingface import by_expert
 from trainer.base.config import ConfigError
-from trainer.checkpoint.formats.export import HfExport
-from trainer.checkpoint.formats.huggingface import HfModelFolder
+from trainer.checkpoint.formats.folders import open_weights
+from trainer.checkpoint.formats.huggingface import HuggingFaceWeights
+from trainer.checkpoint.formats.huggingface_writer import write_huggingface
 from trainer.checkpoint.formats.mxfp4 import decode
-from trainer.checkpoint.formats.write_model import import_folder
-from trainer.checkpoint.storage import read_regions
+from trainer.checkpoint.formats.native_writer import write_checkpoint
 
 EXPERTS, DIM, WIDTH = 3, 64, 32  # dim = 2 width: a matrix and its transpose have the same shape
 CONFIG = {
@@ -77,10 +77,10 @@ def change_config(folder, **settings):
 
 def test_a_folder_is_read_and_written_in_bf16(packed, tmp_path):
     source, decoded = packed
-    folder = HfModelFolder.open(source)
-    assert folder.files() == [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
-    import_folder(folder, "gpt-oss", tmp_path / "ours", 2**30, lambda count: None)
-    HfExport.open(tmp_path / "ours", torch.bfloat16).write(tmp_path / "out", 2**30, lambda count: None)
+    folder = HuggingFaceWeights.open(source)
+    assert folder.files() == "2 files, model-00001-of-00002.safetensors to model-00002-of-00002.safetensors"
+    write_checkpoint(folder, tmp_path / "ours")
+    write_huggingface(open_weights(tmp_path / "ours", alone=True), tmp_path / "out", torch.bfloat16)
     written = load_file(tmp_path / "out" / "model.safetensors")
     assert written.keys() == decoded.keys() and all(torch.equal(written[name], decoded[name]) for name in decoded)
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
@@ -90,19 +90,17 @@ def test_a_folder_is_read_and_written_in_bf16(packed, tmp_path):
 def test_any_region_of_a_stack_is_read(packed, is_packed, tmp_path):
     source, decoded = packed
     if not is_packed:
-        import_folder(HfModelFolder.open(source), "gpt-oss", tmp_path / "ours", 2**30, lambda count: None)
-        HfExport.open(tmp_path / "ours", torch.bfloat16).write(tmp_path / "out", 2**30, lambda count: None)
+        write_checkpoint(HuggingFaceWeights.open(source), tmp_path / "ours")
+        write_huggingface(open_weights(tmp_path / "ours", alone=True), tmp_path / "out", torch.bfloat16)
         source = tmp_path / "out"
-    folder = HfModelFolder.open(source)
+    folder = HuggingFaceWeights.open(source)
     gate_up, down = (decoded[f"model.layers.1.mlp.experts.{name}"] for name in ("gate_up_proj", "down_proj"))
     bias = decoded["model.layers.1.mlp.experts.gate_up_proj_bias"]
     full = {"w1": gate_up[..., ::2].mT, "w3": gate_up[..., 1::2].mT, "w2": down.mT, "b3": bias[:, 1::2]}
     for leaf, expected in full.items():
         name = f"layers.1.feed_forward.experts.{leaf}"
         region = (slice(1, 3), slice(5, 12), slice(7, 30))[: expected.dim()]
-        target = torch.empty(expected[region].shape, dtype=torch.bfloat16)
-        read_regions(source, folder.index, {name: (target, region)}, folder.read)
-        assert torch.equal(target, expected[region])
+        assert torch.equal(folder.region(name, region), expected[region])
 
 
 def test_logits_equal_those_of_transformers_which_decodes_the_same_folder(packed):
@@ -110,10 +108,10 @@ def test_logits_equal_those_of_transformers_which_decodes_the_same_folder(packed
     options = {"attn_implementation": "eager", "experts_implementation": "eager", "dtype": torch.bfloat16}
     decoding = transformers.Mxfp4Config(dequantize=True)
     other = transformers.AutoModelForCausalLM.from_pretrained(source, quantization_config=decoding, **options).float()
-    folder = HfModelFolder.open(source)
+    folder = HuggingFaceWeights.open(source)
     model, tokens = folder.spec.model(folder.sizes.for_seq_len(24)), torch.randint(31, (2, 24))
-    whole = {name: (p.detach(), tuple(map(slice, [0] * p.dim(), p.shape))) for name, p in model.named_parameters()}
-    read_regions(source, folder.index, whole, folder.read)
+    for name, p in model.named_parameters():
+        folder.read(name, tuple(map(slice, [0] * p.dim(), p.shape)), p.detach())
     with torch.no_grad():
         torch.testing.assert_close(model(tokens, Context.of(tokens)), other(tokens).logits, rtol=1e-4, atol=1e-4)
 
@@ -126,7 +124,7 @@ def test_a_folder_that_is_not_packed_may_name_the_format_as_in_transformers(pack
     save_file(decoded, folder / "model.safetensors")
     options = {"quantization_config": transformers.Mxfp4Config(dequantize=True), "dtype": torch.bfloat16}
     other = transformers.AutoModelForCausalLM.from_pretrained(folder, **options).state_dict()
-    w2 = HfModelFolder.open(folder).rows("layers.1.feed_forward.experts.w2", 0, EXPERTS)
+    w2 = HuggingFaceWeights.open(folder).rows("layers.1.feed_forward.experts.w2", 0, EXPERTS)
     assert torch.equal(w2, other["model.layers.1.mlp.experts.down_proj"].mT)
 
 
@@ -136,17 +134,17 @@ def test_other_folders_are_refused_in_one_line(packed):
     with pytest.raises(
         ConfigError, match=r"down_proj_blocks has the format MXFP4, but config\.json has no quantization_config"
     ):
-        HfModelFolder.open(source)
+        HuggingFaceWeights.open(source)
     change_config(source, quantization_config={"quant_method": "fp8"})
     with pytest.raises(ConfigError, match="contains weights that are quantized with FP8 without weight_block_size"):
-        HfModelFolder.open(source)
+        HuggingFaceWeights.open(source)
     change_config(source, quantization_config={"quant_method": "mxfp4"})
     first = source / "model-00001-of-00002.safetensors"
     tensors = load_file(first)
     name = "model.layers.0.mlp.experts.down_proj_blocks"
     save_file(tensors | {name: tensors[name][:, :1].clone()}, first)
     with pytest.raises(ConfigError, match=r"have the shapes \[3, 1, 1, 16\] and \[3, 64, 1\], which is not the format"):
-        HfModelFolder.open(source)
+        HuggingFaceWeights.open(source)
 
 
 def test_matrices_are_grouped_by_expert():

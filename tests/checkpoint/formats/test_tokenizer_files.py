@@ -17,8 +17,11 @@ from scripts.dev.check_exports import strings, write_tokenizers
 from tests.commands import run_script
 from tests.training_runs import checkpoint_of, combine, in_folder, train
 from trainer.base.config import CheckpointConfig, ConfigError, TokenizerConfig
-from trainer.checkpoint.formats.export import HfExport, export_run
-from trainer.checkpoint.formats.peft import write_peft
+from trainer.checkpoint.formats.adapter import Adapter
+from trainer.checkpoint.formats.export import export_run
+from trainer.checkpoint.formats.folders import open_weights
+from trainer.checkpoint.formats.huggingface_writer import write_huggingface
+from trainer.checkpoint.formats.peft_writer import write_peft
 from trainer.checkpoint.formats.tokenizer_files import exported_tokenizer, without_generation_tags
 from trainer.data.tokenizer.backends import load_tokenizer
 from trainer.tools.testing.layouts import DEBUG_FAMILIES
@@ -293,8 +296,8 @@ def test_trained_merged_and_adapter_folders_have_tokenizer_model_and_a_template_
     ranks(1).run(train, combine([*argv, *in_folder(full)]))
     ranks(1).run(export_run, full, CheckpointConfig())
     ranks(1).run(train, combine([*argv, *in_folder(adapter), "--checkpoint.init_from", str(full), "--lora.rank", "4"]))
-    write_peft(checkpoint_of(adapter), tmp_path / "peft")
-    HfExport.open(checkpoint_of(adapter), torch.float32).write(tmp_path / "merged", 2**30, lambda count: None)
+    write_peft(Adapter.open(checkpoint_of(adapter), alone=True), tmp_path / "peft")
+    write_huggingface(open_weights(checkpoint_of(adapter), alone=True), tmp_path / "merged", torch.float32)
     for folder in (full / "huggingface", tmp_path / "merged", tmp_path / "peft"):
         assert (folder / "tokenizer.model").read_bytes() == before["tokenizer.model"], folder
         assert "generation %}" not in (folder / "chat_template.jinja").read_text(), folder

@@ -1,76 +1,41 @@
 """Models in Hugging Face's format: safetensors files and config.json. Each rank reads only its own shards."""
 
-import os
+import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+import torch.distributed as dist
 from torch import Tensor
 
-from models import MODELS
-from models.config_json import text_config
-from models.huggingface import StoredStack, text_name
-from models.sizes import text_of
+from models.huggingface import TEXT_MODEL, StoredStack, text_name
 from models.spec import ModelSpec, meta_model, saved_weights
 from trainer.base.config import ConfigError
-from trainer.base.system.checkpoint_folder import is_checkpoint
-from trainer.base.system.files import LARGEST_JSON, TooLarge, folder_error, read_json_object
-from trainer.base.system.model_folder import folder_problem, pointer_problem, quantization_problem, weights_problem
-from trainer.base.system.paths import unreadable
-from trainer.base.system.spelling import similar_path
+from trainer.base.config.model_source import template_file
+from trainer.base.system.files import LARGEST_JSON, digest, digest_of
+from trainer.base.system.model_folder import quantization_problem, unread_weights, weights_problem
 from trainer.checkpoint import manifest
 from trainer.checkpoint.formats import fp8
-from trainer.checkpoint.formats.model_metadata import GENERATION_CONFIG, ModelMetadata, require_parameters
+from trainer.checkpoint.formats.huggingface_files import (
+    DescribedModel,
+    file_inside,
+    open_tensors,
+    read_config,
+    read_object,
+    require_model_folder,
+)
 from trainer.checkpoint.formats.mxfp4 import GROUP, PackedStack, decode, packed_stacks
+from trainer.checkpoint.formats.weights import Region, Weights, require_parameters
 from trainer.checkpoint.manifest import CorruptError
-from trainer.checkpoint.storage import DTYPE_OF, Chunk, TensorMetadata, read_rows
+from trainer.checkpoint.storage import DTYPE_OF, Chunk, TensorMetadata, read_regions, read_rows
+from trainer.runtime.distributed import all_gather_objects
 
 _ROWS = 4096
 """Maximum number of rows to compare at once."""
-
-
-def window_and_generation(folder: Path) -> tuple[int, dict[str, Any]]:
-    """Return the context window and the generation_config.json of the model in a checkpoint or in a Hugging Face folder. If that
-    file is missing or names no eos_token_id or pad_token_id, the model's configuration does. Raises ConfigError."""
-    with manifest.damage_as_config_error(folder):
-        file = folder / GENERATION_CONFIG
-        generation = read_object(file) if file.exists() else {}
-        if is_checkpoint(folder):
-            model = ModelMetadata.read(folder)
-            ids, window = model.special_token_ids, model.context_window
-        else:
-            require_model_folder(folder)
-            described = _read_config(folder / "config.json")
-            ids, window = described.config, described.seq_len
-        missing = [key for key in ("eos_token_id", "pad_token_id") if generation.get(key) is None]
-        return window, generation | {key: ids[key] for key in missing if ids.get(key) is not None}
-
-
-def file_inside(folder: Path, name: Any) -> Path:
-    """Return the path of a file in the folder. Raises CorruptError if the name is not a plain file name, or if the file is
-    a symbolic link to a path outside the folder. Links to the blobs of Hugging Face's cache are allowed."""
-    path = folder / manifest.require_plain_filename(name, "the index")
-    # Path.resolve raises RuntimeError for a loop of links (Python 3.11). A loop ends in an error when the file is opened.
-    target, home = Path(os.path.realpath(path)), Path(os.path.realpath(folder))
-    blobs = home.parent.parent / "blobs"
-    if not (target.is_relative_to(home) or (home.parent.name == "snapshots" and target.is_relative_to(blobs))):
-        raise CorruptError(f"{name} is a symbolic link to a path outside the folder")
-    return path
-
-
-def require_model_folder(folder: Path) -> None:
-    """Raise ConfigError if the path is not a folder with a model in Hugging Face's format, as far as the names and sizes of its
-    files show it."""
-    if problem := folder_error(folder):
-        raise ConfigError("", f"{folder}: {problem}")
-    if problem := folder_problem(folder):
-        raise ConfigError("", f"{folder} {problem}")
-    if not os.path.exists(folder / "config.json"):
-        raise ConfigError("", f"{folder}: this folder is not a Hugging Face model, because it has no config.json")
 
 
 def _stored_tensors(folder: Path, with_fp8: bool) -> dict[str, TensorMetadata]:
@@ -96,7 +61,29 @@ def _stored_tensors(folder: Path, with_fp8: bool) -> dict[str, TensorMetadata]:
     return stored
 
 
-def _other_number_of_experts(model: "_DescribedModel", stored: Mapping[str, TensorMetadata]) -> str:
+def _decoded_tensors(
+    folder: Path, model: DescribedModel
+) -> tuple[dict[str, TensorMetadata], dict[str, PackedStack], dict[str, fp8.ScaledMatrix]]:
+    """Return the tensors by their names in the files, each quantized one as what it stands for, and the quantized ones of each
+    format. Raises CorruptError, or ConfigError if a format cannot be read."""
+    block = fp8.block_size(model.config)
+    quantizations = {*model.spec.huggingface.quantizations, *(() if block is None else ("fp8",))}
+    if problem := quantization_problem(model.config, quantizations) or weights_problem(folder):
+        raise ConfigError("", f"{folder} {problem}")
+    stored = _stored_tensors(folder, with_fp8=block is not None)
+    scaled = {} if block is None else fp8.scaled_matrices(stored, block)
+    packed = packed_stacks(stored) if "mxfp4" in quantizations else {}
+    if packed and not model.config.get("quantization_config"):
+        first = next(iter(packed.values()))
+        problem = f"{first.blocks} has the format MXFP4, but config.json has no quantization_config"
+        raise ConfigError("", f"cannot load {folder}: {problem}")
+    parts = {name for stack in packed.values() for name in (stack.blocks, stack.scales)}
+    parts |= {matrix.scales for matrix in scaled.values()}
+    plain = {name: tensor for name, tensor in stored.items() if name not in parts}
+    return plain | {name: tensor.decoded for name, tensor in (packed | scaled).items()}, packed, scaled
+
+
+def _other_number_of_experts(model: DescribedModel, stored: Mapping[str, TensorMetadata]) -> str:
     """Return the problem if all routers have another number of experts than config.json, or "". stored: by name in the text
     model."""
     sizes, hf = model.sizes, model.spec.huggingface
@@ -173,118 +160,111 @@ def _are_equal(folder: Path, tensors: Sequence[tuple[str, TensorMetadata]]) -> b
     return a.dtype == b.dtype and all(torch.equal(read_a(*rows), read_b(*rows)) for rows in chunks)
 
 
-TEXT_MODEL = "model"
-"""Name of the text model among the modules of transformers' classes for models without other modalities."""
-
-
 @dataclass(frozen=True, kw_only=True)
-class HfModelFolder:
-    """A folder with a model in Hugging Face format."""
+class HuggingFaceWeights(Weights):
+    """The weights in a folder in Hugging Face's format."""
 
-    folder: Path
-    config: Mapping[str, Any]
-    """Content of config.json."""
-    spec: ModelSpec
-    sizes: Any
-    seq_len: int
     keys: Mapping[str, str]
     """Name of a tensor of the text model -> its name in the files."""
     packed: Mapping[str, PackedStack]
     """Name in the files -> tensor that is stored in the format MXFP4."""
     scaled: Mapping[str, fp8.ScaledMatrix]
     """Name in the files -> matrix that is stored in the format FP8."""
-    index: Mapping[str, TensorMetadata]
-    """Name of a parameter or buffer of this project -> dtype, shape and file."""
-    ignored: Collection[str] = ()
+    ignored: Collection[str]
     """Modules that are not part of the model, although the files have their tensors."""
 
     @classmethod
-    def open(cls, folder: Path, spec: ModelSpec | None = None) -> "HfModelFolder":
-        """Check the folder. spec: expected model family, or None for any family. Raises ConfigError if the folder contains no
-        model in this format, a model of another architecture, or tensors that are not those of the model."""
+    def open(cls, folder: Path, spec: ModelSpec | None = None, alone: bool = False) -> "HuggingFaceWeights":
+        """Check the folder.
+
+        Args:
+            folder: The folder.
+            spec: Expected model family, or None for any family.
+            alone: See Weights.
+
+        Raises:
+            ConfigError: The folder contains no model in this format, a model of another architecture, or tensors that are not
+                those of the model.
+        """
         require_model_folder(folder)
         with manifest.damage_as_config_error(folder):
-            model = _read_config(folder / "config.json", spec)
-            block = fp8.block_size(model.config)
-            quantizations = {*model.spec.huggingface.quantizations, *["fp8"] * (block is not None)}
-            if problem := quantization_problem(model.config, quantizations) or weights_problem(folder):
-                raise ConfigError("", f"{folder} {problem}")
-            stored = _stored_tensors(folder, with_fp8=block is not None)
-            scaled = {} if block is None else fp8.scaled_matrices(stored, block)
-            packed = packed_stacks(stored) if "mxfp4" in quantizations else {}
-            if packed and not model.config.get("quantization_config"):
-                first = next(iter(packed.values()))
-                problem = f"{first.blocks} has the format MXFP4, but config.json has no quantization_config"
-                raise ConfigError("", f"cannot load {folder}: {problem}")
-            parts = {name for stack in packed.values() for name in (stack.blocks, stack.scales)}
-            parts |= {matrix.scales for matrix in scaled.values()}
-            stored = {name: tensor for name, tensor in stored.items() if name not in parts}
-            stored |= {name: tensor.decoded for name, tensor in (packed | scaled).items()}
+            described = read_config(folder / "config.json", spec)
+            stored, packed, scaled = _decoded_tensors(folder, described)
             keys = _text_names(stored)
-            ignored = [module for module in model.skipped if any(key.startswith(f"{module}.") for key in keys)]
+            ignored = [module for module in described.skipped if any(key.startswith(f"{module}.") for key in keys)]
             prefixes = tuple(f"{module}." for module in ignored)
             keys = {name: key for name, key in keys.items() if not name.startswith(prefixes)}
-            if problem := _other_number_of_experts(model, {name: stored[key] for name, key in keys.items()}):
+            if problem := _other_number_of_experts(described, {name: stored[key] for name, key in keys.items()}):
                 raise ConfigError("", f"cannot load {folder}: {problem}")
-            index = _weight_index(folder, model.spec, model.sizes, keys, stored)
+            index = _weight_index(folder, described.spec, described.sizes, keys, stored)
         return cls(
             folder=folder,
-            config=model.config,
-            spec=model.spec,
-            sizes=model.sizes,
-            seq_len=model.seq_len,
+            model=described.metadata(folder),
+            spec=described.spec,
+            sizes=described.sizes,
+            index=index,
+            alone=alone,
+            text_model="model.language_model" if "text_config" in described.config else TEXT_MODEL,
             keys=keys,
             packed=packed,
             scaled=scaled,
-            index=index,
             ignored=ignored,
         )
 
-    @property
-    def text_model(self) -> str:
-        """Name of the text model among the modules of transformers' class for this folder, from version 4.52 on."""
-        return "model.language_model" if "text_config" in self.config else TEXT_MODEL
+    def read(self, name: str, region: Region, out: Tensor) -> None:
+        read_regions(self.folder, {name: self.index[name]}, {name: (out, region)}, self._read_chunk)
 
-    def files(self) -> list[str]:
+    def digest(self) -> str:
+        """Return a hash of the content of the weight files. Each rank reads some of them. Raises OSError."""
+        files = self._weight_files()
+        rank, ranks = (0, 1) if self.alone else (dist.get_rank(), dist.get_world_size())
+        own = [(file, digest_of(self.folder / file)) for file in files[rank::ranks]]
+        digests = [own] if self.alone else all_gather_objects(own)
+        return digest(json.dumps(sorted(chain(*digests))).encode())
+
+    def files(self) -> str:
+        files = self._weight_files()
+        read = files[0] if len(files) == 1 else f"{len(files)} files, {files[0]} to {files[-1]}"
+        unread = ", ".join([*unread_weights(self.folder), *self.ignored])
+        return f"{read}{f'; not {unread}' if unread else ''}"
+
+    def content(self, name: str) -> bytes:
+        return manifest.read_bytes(file_inside(self.folder, name), LARGEST_JSON)
+
+    def template_file(self) -> Path | None:
+        return template_file(self.folder)
+
+    def _weight_files(self) -> list[str]:
         """Return the names of the files with weights that are read."""
         files = {chunk.file for stored in self.index.values() for chunk in stored.chunks}
         return sorted(files | {tensor.scales_file for tensor in (*self.packed.values(), *self.scaled.values())})
 
     @cached_property
-    def first_rows(self) -> Mapping[str, int]:
+    def _first_rows(self) -> Mapping[str, int]:
         """Return name of a matrix -> its first row in the stored tensor. See HuggingFace.name."""
         hf, model = self.spec.huggingface, meta_model(self.spec.model, self.sizes)
         return hf.first_rows(hf.matrices(saved_weights(model)))
 
-    def content(self, name: str) -> bytes:
-        """Return the content of a small file of the folder. Raises ConfigError."""
-        with manifest.damage_as_config_error(self.folder):
-            return manifest.read_bytes(file_inside(self.folder, name), LARGEST_JSON)
-
-    def rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Read rows [start, stop) of a parameter, in the row order of this project. Raises CorruptError."""
-        return read_rows(self.folder, name, self.index[name], start, stop, self.read)
-
-    def read(self, tensors: Any, key: str, ranges: tuple[slice, ...]) -> Tensor:
+    def _read_chunk(self, tensors: Any, key: str, ranges: Region) -> Tensor:
         """Read ranges of a parameter from an open file, in the row order of this project. If the rows are permuted for RoPE,
-        complete heads are read. key: of a chunk of the parameter (Chunk.key), with or without the prefix model/."""
-        name, _, offsets = key.removeprefix("model/").partition("@")
+        complete heads are read. key: of a chunk of the parameter (Chunk.key)."""
+        name, _, offsets = key.partition("@")
         if self.spec.huggingface.is_stack(name):
             expert = int(offsets.split(",")[0] or 0)  # a single expert is the full stack, without offsets
             return self._read_matrix(tensors, f"{name}@{expert}", ranges[1:])[None]
         return self._read_matrix(tensors, name, ranges)
 
-    def _read_matrix(self, tensors: Any, name: str, ranges: tuple[slice, ...]) -> Tensor:
+    def _read_matrix(self, tensors: Any, name: str, ranges: Region) -> Tensor:
         hf, head_dim = self.spec.huggingface, self.sizes.head_dim
         if (stack := hf.stack_of(name)) is not None:
             return self._read_stacked(tensors, name, stack, *ranges)
         key, group = self.keys[hf.name(name)], head_dim if hf.is_permuted(name) else 1
-        start, stop = (row + self.first_rows[name] for row in (ranges[0].start, ranges[0].stop))
+        start, stop = (row + self._first_rows[name] for row in (ranges[0].start, ranges[0].stop))
         first, last = start // group * group, -(-stop // group) * group
         rows = hf.restore(name, self._read_stored(tensors, key, (slice(first, last), *ranges[1:])), head_dim)
         return rows[start - first : stop - first]
 
-    def _read_stored(self, tensors: Any, key: str, ranges: tuple[slice, ...]) -> Tensor:
+    def _read_stored(self, tensors: Any, key: str, ranges: Region) -> Tensor:
         """Return ranges of a stored tensor. key: name in the files."""
         values = tensors.get_slice(key)[ranges]
         if (matrix := self.scaled.get(key)) is None:
@@ -312,84 +292,3 @@ class HfModelFolder:
             scales = others.get_slice(stack.scales)[own, rows, groups][0]
         first = groups.start * GROUP
         return decode(blocks, scales)[:, columns.start - first : columns.stop - first]
-
-
-def read_object(file: Path) -> dict[str, Any]:
-    """Return the content of a JSON file of a folder in Hugging Face's format. Raises ConfigError."""
-    with manifest.damage_as_config_error(file.parent):
-        path = file_inside(file.parent, file.name)
-    try:
-        return read_json_object(path)
-    except OSError as error:
-        raise ConfigError("", unreadable(error, str(path))) from None
-    except TooLarge as problem:
-        raise ConfigError("", f"{file} {problem}") from None
-    except ValueError:
-        raise ConfigError("", f"{file} is not a JSON object") from None
-
-
-@dataclass(frozen=True)
-class _DescribedModel:
-    """The text model that a config.json describes."""
-
-    config: Mapping[str, Any]
-    """The fields about this model."""
-    spec: ModelSpec
-    """The first family with the model's type."""
-    sizes: Any
-    seq_len: int
-    """Context window."""
-    skipped: Collection[str]
-    """Modules in the files that are not part of the model."""
-
-
-def _read_config(file: Path, expected: ModelSpec | None = None) -> _DescribedModel:
-    """Read a config.json. expected: the only accepted family. Raises ConfigError."""
-    config = text_config(read_object(file))
-    families = reversed(MODELS.values()) if expected is None else (expected,)
-    types = {spec.huggingface.model_type: spec for spec in families}
-    model_type = config.get("model_type", None if expected is None else expected.huggingface.model_type)
-    try:
-        if not isinstance(model_type, str) or model_type not in types:
-            only = f"this model supports only {text_of(next(iter(types)))}"
-            supported = only if expected else f"expected one of {', '.join(types)}"
-            raise ValueError(f"model_type {text_of(model_type)}: {supported}")
-        spec, hf = types[model_type], types[model_type].huggingface
-        sizes = hf.sizes(config)
-        return _DescribedModel(config, spec, sizes, hf.seq_len(config), hf.skipped(config, sizes))
-    except ValueError as error:
-        raise ConfigError("", f"{file}: {error}") from None
-
-
-def family_of(spec: ModelSpec, sizes: Any) -> str:
-    """Return the name of the first family with these sizes among those that share the format of `spec`, or of the first such
-    family."""
-    families = [name for name, other in MODELS.items() if other.huggingface is spec.huggingface]
-    return next((name for name in families if sizes in MODELS[name].sizes.values()), families[0])
-
-
-def read_architecture(path: Path) -> tuple[str, Any]:
-    """Return the name of the family and the sizes of a model. path: of a checkpoint, of a folder in Hugging Face's format, or of
-    its config.json. Raises ConfigError."""
-    if not path.exists():
-        raise ConfigError("", f"no such file or folder{similar_path(path)}")
-    if is_checkpoint(path):
-        with manifest.damage_as_config_error(path):
-            metadata = ModelMetadata.read(path)
-            return metadata.family, metadata.spec_and_sizes()[1]
-    # The user may name a link to a file, but the files of a folder may not be links out of it.
-    file = path / "config.json" if path.is_dir() else Path(os.path.realpath(path))
-    if path.is_dir():
-        require_model_folder(path)
-    if problem := pointer_problem(file):
-        raise ConfigError("", problem)
-    model = _read_config(file)
-    return family_of(model.spec, model.sizes), model.sizes
-
-
-def open_tensors(path: Path) -> Any:
-    """Open a safetensors file. Raises ConfigError."""
-    try:
-        return safe_open(path, framework="pt")
-    except (SafetensorError, OSError) as error:
-        raise ConfigError("", f"{path}: {error}") from None

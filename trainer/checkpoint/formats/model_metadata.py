@@ -1,4 +1,4 @@
-"""What a checkpoint says about its model: model.json, and the names of its parameters."""
+"""What a checkpoint, or another folder with a model, says about it: the content of model.json."""
 
 import json
 from collections.abc import Mapping
@@ -6,21 +6,18 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, get_origin, get_type_hints
 
-from torch import Tensor
-
 from models import MODELS
-from models.spec import ModelSpec, SizeError, meta_model, saved_weights
-from trainer.base.config import ConfigError
+from models.spec import ModelSpec, SizeError
 from trainer.base.system.checkpoint_folder import MODEL_FILE
 from trainer.base.system.files import LARGEST_JSON, parse_json_object
 from trainer.checkpoint import manifest
-from trainer.checkpoint.commit import Tensors, require_match
 from trainer.checkpoint.manifest import CorruptError
-from trainer.checkpoint.storage import Read, TensorMetadata, read_index, read_slice
 from trainer.data.tokenizer.backends import TOKENIZERS
 
 CHAT_TEMPLATE = "chat_template.jinja"
 GENERATION_CONFIG = "generation_config.json"
+SPECIAL_TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+"""Keys of the special tokens in Hugging Face's configuration files."""
 
 
 @dataclass(frozen=True)
@@ -33,10 +30,10 @@ class ModelMetadata:
     context_window: int
     """Longest sequence in the training of this model, or of the model from which it was initialized."""
     tokenizer: str
-    """Tokenizer backend of the run, or "" for an imported model, which keeps its Hugging Face tokenizer files."""
+    """Tokenizer backend of the run, or "" for a model in Hugging Face's format, or imported from it, with that format's files."""
     tokenizer_files: tuple[str, ...]
     special_token_ids: Mapping[str, Any]
-    """Values of bos_token_id, eos_token_id and pad_token_id in Hugging Face's configuration files."""
+    """Key of SPECIAL_TOKEN_IDS -> value."""
     reuse_reserved_tokens: Mapping[str, str]
     """Setting [tokenizer] reuse_reserved_tokens of the run."""
     extra_special_tokens: tuple[str, ...]
@@ -87,32 +84,3 @@ class ModelMetadata:
             raise CorruptError(f"{MODEL_FILE}: {error}") from None
         except TypeError:  # a name is missing or unknown
             raise CorruptError(f"{MODEL_FILE} does not list the sizes of {self.family}") from None
-
-
-def model_index(checkpoint: Path, spec: ModelSpec, sizes: Any) -> dict[str, TensorMetadata]:
-    """Return tensor name -> metadata of the model's weights in a checkpoint. Raises CorruptError, or a ConfigError that lists
-    the tensors that are not those of the model."""
-    index = {name: stored for name, stored in read_index(checkpoint).items() if name.startswith("model/")}
-    weights = {f"model/{name}": value for name, value in saved_weights(meta_model(spec.model, sizes)).items()}
-    require_parameters(checkpoint, index, weights)
-    return index
-
-
-def averaged_index(folder: Path, index: Mapping[str, TensorMetadata]) -> tuple[dict[str, TensorMetadata], Read]:
-    """Return the index of a checkpoint's model, and its reader, with averaged weights in place of the trained parameters. index:
-    of the parameters. Raises ConfigError if the checkpoint has no averages, or CorruptError."""
-    stored = read_index(folder)
-    names = {key: name for key in index if (name := f"average/{key.removeprefix('model/')}") in stored}
-    if not names:
-        raise ConfigError("", f"{folder} contains no averaged weights: its run had no [optimizer] ema_decay")
-
-    def read(tensors: Any, key: str, ranges: tuple[slice, ...]) -> Tensor:
-        name, at, offsets = key.partition("@")
-        return read_slice(tensors, names.get(name, name) + at + offsets, ranges)
-
-    return {key: stored[names.get(key, key)] for key in index}, read
-
-
-def require_parameters(folder: Path, index: Mapping[str, TensorMetadata], parameters: Tensors) -> None:
-    unknown = [f"{name} is not a parameter of this model" for name in index if name not in parameters]
-    require_match(folder, index, parameters, cast=True, problems=unknown)

@@ -1,28 +1,24 @@
-"""Adapters in the format of the package peft."""
+"""Adapters in the format of the package peft: names of their tensors, and reading."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from models.huggingface import text_name
+from models.huggingface import TEXT_MODEL, text_name
 from models.moe import is_stack
 from models.sizes import text_of
 from models.spec import ModelSpec, meta_model
 from trainer.adapters.select import LORA_A, LORA_B, TrainedParameters, adaptable_weights, matrices_of, weight_of
 from trainer.base.config import ConfigError
-from trainer.base.system.files import atomic_folder
 from trainer.checkpoint.commit import Tensors, require_match
-from trainer.checkpoint.formats.adapter import AdapterCheckpoint
-from trainer.checkpoint.formats.huggingface import TEXT_MODEL, file_inside, open_tensors, read_object
-from trainer.checkpoint.formats.tokenizer_files import exported_files
-from trainer.checkpoint.formats.write_model import export_metadata, layer_order
+from trainer.checkpoint.formats.huggingface_files import file_inside, open_tensors, read_object
+from trainer.checkpoint.formats.streaming import layer_order
 from trainer.checkpoint.manifest import CorruptError
-from trainer.checkpoint.storage import DTYPE_OF, TensorMetadata, TensorWrite, write_safetensors
+from trainer.checkpoint.storage import DTYPE_OF, TensorMetadata
 from trainer.runtime.dtensor import local_region
 
 PEFT_CONFIG, PEFT_TENSORS = "adapter_config.json", "adapter_model.safetensors"
@@ -40,7 +36,7 @@ class PeftNames:
     """Names of parameters in peft's files, whose tensors may contain the rows of several parameters."""
 
     def __init__(self, spec: ModelSpec, sizes: Any, text_model: str = TEXT_MODEL):
-        """text_model: see HfModelFolder.text_model, of the base model."""
+        """text_model: see Weights.text_model, of the base model."""
         self.text_model = text_model
         self.hf, self.head_dim, self.model = spec.huggingface, sizes.head_dim, meta_model(spec.model, sizes)
         self.parameters = dict(self.model.named_parameters())
@@ -54,7 +50,7 @@ class PeftNames:
         # Without tied output projections, whose parameter has another name: they have no adapters.
         adaptable = [name for name in adaptable_weights(self.model) if name in self.parameters]
         self.adaptable = {
-            matrix: _module_of(self.hf.name(matrix)) for matrix in self.matrices(adaptable, self.parameters)
+            matrix: module_of(self.hf.name(matrix)) for matrix in self.matrices(adaptable, self.parameters)
         }
         """Name of a matrix that can have an adapter -> name of its module in the base model."""
 
@@ -98,9 +94,9 @@ class PeftNames:
             return (
                 f"{missing[0]} has no adapters, but {own[0]} has, and peft can only adapt all matrices of all experts"
             )
-        words = {_last_word(self.adaptable[f"{name}@0"]) for name in stacks if self.hf.stack_of(name) is None}
+        words = {last_word(self.adaptable[f"{name}@0"]) for name in stacks if self.hf.stack_of(name) is None}
         for name in sorted(adapted - {*own}):
-            if (word := _last_word(self.adaptable[name])) in words:
+            if (word := last_word(self.adaptable[name])) in words:
                 return f"{name} has an adapter, but peft takes {word} for a matrix of experts"
         return ""
 
@@ -124,11 +120,11 @@ def _leaf_of(name: str) -> str:
     return next(filter(parameter.endswith, _LEAVES), "")
 
 
-def _module_of(stored: str) -> str:
+def module_of(stored: str) -> str:
     return stored.removesuffix(".weight")
 
 
-def _last_word(module: str) -> str:
+def last_word(module: str) -> str:
     return module.rpartition(".")[2]
 
 
@@ -212,79 +208,3 @@ def _dropped_rows(names: PeftNames, read: Callable[[str], Tensor], trained: Tens
                 untrained[names.first_row[name] :][: len(names.parameters[name])] = False
             if read(key)[untrained].any():
                 yield f"{key} has nonzero rows that are not trained by this run"
-
-
-def write_peft(checkpoint: Path, out: Path, averaged: bool = False) -> None:
-    """Write the adapter of a checkpoint in the format of the package peft, with its tokenizer and chat template. If several
-    matrices are stored as one tensor, their adapters become one adapter, whose second matrix is block-diagonal. Replaces `out`.
-    averaged: whether to write the averaged weights. Raises CorruptError or ConfigError."""
-    adapter = AdapterCheckpoint.open(checkpoint, alone=True, averaged=averaged)
-    config, names = adapter.config, PeftNames(adapter.spec, adapter.sizes, adapter.text_model)
-    require_peft_support(names, adapter.trained)
-    files = exported_files(checkpoint, adapter.metadata)
-    adapted = sorted(adapter.trained.adapted, key=layer_order)
-    groups = names.hf.tensors(names.matrices(adapted, names.parameters))
-    own = names.hf.tensors(sorted(adapter.trained.fully, key=layer_order))
-
-    def own_rows(name: str) -> Tensor:
-        return names.hf.reorder(name, adapter.read(name), names.head_dim)
-
-    entries = []
-    for stored, group in groups.items():
-        first_matrices, rank = [matrices_of(name)[0] for name in group], config.rank * len(group)
-        a = adapter.index[f"model/{first_matrices[0].partition('@')[0]}"]
-        first, second = map(names.stored, matrices_of(group[0]))
-        entries += [
-            TensorWrite(first, a.dtype, (rank, a.shape[-1]), partial(map, adapter.read, first_matrices)),
-            TensorWrite(
-                second, a.dtype, (names.num_rows[stored], rank), partial(_block_diagonal, adapter, names, group)
-            ),
-        ]
-    for stored, group in own.items():
-        first = adapter.index[f"model/{group[0]}"]
-        shape = names.num_rows[stored], *first.shape[1:]
-        entries.append(TensorWrite(names.stored(group[0]), first.dtype, shape, partial(map, own_rows, group)))
-    fused = {names.in_base(_module_of(n)): len(group) for n, group in groups.items() if len(group) > 1}
-    # peft joins the adapters of w1 and w3 to one of twice the rank and alpha. With rslora, that would change the scale.
-    rslora = config.rslora and not any("@" in group[0] for group in groups.values())
-    alpha = config.alpha if rslora == config.rslora else config.scale * config.rank
-    content = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": str(adapter.base),
-        "r": config.rank,
-        "lora_alpha": alpha,
-        "lora_dropout": 0.0,
-        "use_rslora": rslora,
-        "bias": "none",
-        "target_modules": _target_modules(names, groups),
-        "modules_to_save": [names.in_base(_module_of(stored)) for stored in own] or None,
-        "rank_pattern": {module: config.rank * n for module, n in fused.items()},
-        "alpha_pattern": {module: alpha * (n**0.5 if rslora else n) for module, n in fused.items()},
-        "inference_mode": True,
-    }
-    with atomic_folder(out) as folder:
-        write_safetensors(folder / PEFT_TENSORS, entries, export_metadata(checkpoint, averaged))
-        (folder / PEFT_CONFIG).write_text(json.dumps(content, indent=2) + "\n")
-        for name, file in files.items():
-            (folder / name).write_bytes(file)
-
-
-def _block_diagonal(adapter: AdapterCheckpoint, names: PeftNames, group: Sequence[str]) -> Iterator[Tensor]:
-    """Yield the matrix whose blocks are the second matrices of the group. The rows of other parameters are zero."""
-    blocks = [adapter.read(matrices_of(name)[1]) for name in group]
-    rank = adapter.config.rank
-    matrix = blocks[0].new_zeros(names.num_rows[names.hf.name(group[0])], rank * len(group))
-    for i, (name, block) in enumerate(zip(group, blocks, strict=True)):
-        rows = names.hf.reorder(name, block, names.head_dim)
-        matrix[names.first_row[name] :][: len(rows), i * rank : (i + 1) * rank] = rows
-    yield matrix
-
-
-def _target_modules(names: PeftNames, stored: Iterable[str]) -> list[str]:
-    """Return the shortest names that peft recognizes: those of the modules in a layer, if all layers have the same targets. The
-    modules of other modalities have these names too."""
-    targets = set(map(_module_of, stored))
-    words = set(map(_last_word, targets))
-    is_uniform = {module for module in names.adaptable.values() if _last_word(module) in words} == targets
-    return sorted(words if is_uniform and names.text_model == TEXT_MODEL else map(names.in_base, targets))

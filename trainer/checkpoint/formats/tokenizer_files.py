@@ -12,7 +12,8 @@ from trainer.base.config.model_source import TOKENIZER_FILES, published_tokenize
 from trainer.base.system.checkpoint_folder import MODEL_FILE
 from trainer.base.system.files import parse_json_object
 from trainer.checkpoint import manifest
-from trainer.checkpoint.formats.model_metadata import CHAT_TEMPLATE, GENERATION_CONFIG, ModelMetadata
+from trainer.checkpoint.formats.model_metadata import CHAT_TEMPLATE, GENERATION_CONFIG
+from trainer.checkpoint.formats.weights import Weights
 from trainer.checkpoint.manifest import CorruptError
 from trainer.data.tokenizer.backends import load_tokenizer
 from trainer.data.tokenizer.byte_pair import PATTERNS
@@ -35,33 +36,33 @@ class TokenizerFromFile(PreTrainedTokenizerFast):
 '''
 
 
-def load_checkpoint_tokenizer(checkpoint: Path, model: ModelMetadata) -> Tokenizer:
-    """Load the tokenizer of a checkpoint. Raises ConfigError if the checkpoint has none."""
-    if not model.tokenizer:
-        return load_hf_tokenizer(checkpoint)
-    return load_tokenizer(TokenizerConfig(**saved_tokenizer(checkpoint, asdict(model))))
+def load_model_tokenizer(weights: Weights) -> Tokenizer:
+    """Load the tokenizer beside the weights of a model. Raises ConfigError if there is none."""
+    if not weights.model.tokenizer:
+        return load_hf_tokenizer(weights.folder)
+    return load_tokenizer(TokenizerConfig(**saved_tokenizer(weights.folder, asdict(weights.model))))
 
 
 def load_hf_tokenizer(folder: Path) -> Tokenizer:
-    """Load the tokenizer of a Hugging Face folder. Raises ConfigError if the folder has none."""
+    """Load the tokenizer of a folder in Hugging Face's format. Raises ConfigError if there is none."""
     settings = published_tokenizer(folder)
     if not settings:
         raise ConfigError("", f"{folder} contains none of {', '.join(TOKENIZER_FILES)}")
     return load_tokenizer(TokenizerConfig(**settings))
 
 
-def exported_files(checkpoint: Path, model: ModelMetadata) -> dict[str, bytes]:
+def exported_files(weights: Weights) -> dict[str, bytes]:
     """Return name -> content of the files of an export that do not depend on the weights: tokenizer, chat template and
-    generation_config.json. model: metadata of the checkpoint. Raises ConfigError if a file is damaged."""
-    with manifest.damage_as_config_error(checkpoint):
-        if unlisted := set(model.tokenizer_files) - set(manifest.read(checkpoint).files):
+    generation_config.json of a checkpoint. Raises ConfigError if a file is damaged."""
+    folder, model = weights.folder, weights.model
+    with manifest.damage_as_config_error(folder):
+        if unlisted := set(model.tokenizer_files) - set(manifest.read(folder).files):
             raise CorruptError(f"{MODEL_FILE} names {min(unlisted)}, which is not in the manifest")
-        spec, _ = model.spec_and_sizes()
-    files = {name: (checkpoint / name).read_bytes() for name in model.tokenizer_files}
+    files = {name: (folder / name).read_bytes() for name in model.tokenizer_files}
     if model.tokenizer:
-        files = load_checkpoint_tokenizer(checkpoint, model).huggingface_files()
-    others = {n: (checkpoint / n).read_bytes() for n in (CHAT_TEMPLATE, GENERATION_CONFIG) if (checkpoint / n).exists()}
-    return exported_tokenizer({**files, **others}, spec.huggingface)
+        files = load_model_tokenizer(weights).huggingface_files()
+    others = {n: (folder / n).read_bytes() for n in (CHAT_TEMPLATE, GENERATION_CONFIG) if (folder / n).exists()}
+    return exported_tokenizer({**files, **others}, weights.spec.huggingface)
 
 
 def exported_tokenizer(files: Mapping[str, bytes], hf: HuggingFace) -> dict[str, bytes]:

@@ -1,249 +1,139 @@
-"""Loading of a new run's weights from a checkpoint or from a model in Hugging Face format."""
+"""The weights of a model in some folder, whatever its format is: one protocol, `Weights`.
 
-import json
-from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass
+A format of weights is one maker, a subclass of `Weights` whose `open` checks the files (native.py, huggingface.py; adapter.py for
+an adapter on a base model), and one writer, a function that takes a `Weights` (native_writer.py, huggingface_writer.py).
+folders.py chooses the maker of a folder. Everything else takes a `Weights` and asks for no format: export, initial weights,
+generation.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from models.huggingface import TEXT_MODEL
 from models.spec import ModelSpec
 from trainer.adapters.nf4 import QuantizedWeight
-from trainer.base.config import CheckpointConfig, ConfigError, errors_about
-from trainer.base.config.fields import matching
-from trainer.base.config.model_source import not_a_model, resolve_checkpoint
-from trainer.base.system.checkpoint_folder import is_checkpoint
-from trainer.base.system.files import digest, digest_of
-from trainer.base.system.model_folder import unread_weights
-from trainer.checkpoint import commit, manifest, resume
-from trainer.checkpoint.commit import Tensors, require_match
-from trainer.checkpoint.formats.huggingface import HfModelFolder
-from trainer.checkpoint.formats.model_metadata import ModelMetadata, averaged_index, model_index
-from trainer.checkpoint.manifest import CorruptError
-from trainer.checkpoint.storage import Read, TensorMetadata, read_regions, read_rows, read_slice
-from trainer.runtime.distributed import all_gather_objects, run_on_rank_0
+from trainer.base.system.files import LARGEST_JSON, digest_of
+from trainer.checkpoint import manifest
+from trainer.checkpoint.commit import Tensors, read_on_all_ranks, require_match
+from trainer.checkpoint.formats.model_metadata import CHAT_TEMPLATE, ModelMetadata
+from trainer.checkpoint.storage import TensorMetadata
 from trainer.runtime.dtensor import local_region
 
-_ROWS = 4096  # maximum number of rows read at once
+Region = tuple[slice, ...]
+"""A part of a tensor: one range per dim."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class WeightSource:
-    """The parameters in a checkpoint or in a Hugging Face model folder."""
+class Weights(ABC):
+    """The parameters and saved buffers of a model in a folder. They are read in parts, so that no rank needs memory for a
+    complete matrix. Only the makers check the folder."""
 
     folder: Path
+    model: ModelMetadata
+    """What the folder says about the model."""
     spec: ModelSpec
     sizes: Any
     index: Mapping[str, TensorMetadata]
-    """Name in a checkpoint -> dtype, shape and files of each parameter."""
-    read: Read
+    """Name of a parameter or buffer -> dtype, shape and files."""
     alone: bool
     """Whether only this rank reads the folder, so that no method is collective."""
-    hf_folder: HfModelFolder | None = None
     averaged: bool = False
     """Whether the parameters are the averages of a run ([optimizer] ema_decay)."""
+    text_model: str = TEXT_MODEL
+    """Name of the text model among the modules of transformers' class for the model, from version 4.52 on."""
 
-    @classmethod
-    def open(
-        cls, folder: Path, spec: ModelSpec | None = None, alone: bool = False, averaged: bool = False
-    ) -> "WeightSource":
-        """Verify the folder, collectively unless only this rank opens it.
+    @abstractmethod
+    def read(self, name: str, region: Region, out: Tensor) -> None:
+        """Copy a region of a parameter, without reading the rest.
 
         Args:
-            folder: Checkpoint, or model in Hugging Face's format.
-            spec: Expected model family, or None for any family.
-            alone: Whether only this rank opens the folder.
-            averaged: Whether to read the averages of the run instead of its last weights.
+            name: Of the parameter.
+            region: Part of the parameter to read.
+            out: Tensor of the region's shape, of any dtype.
 
         Raises:
-            ConfigError: The folder is damaged, or contains no such weights.
+            CorruptError: The files are damaged.
         """
-        if is_checkpoint(folder):
-            with manifest.damage_as_config_error(folder):
-                if problem := resume.verify(folder, alone=alone):
-                    raise CorruptError(problem)
-                metadata = ModelMetadata.read(folder)
-                if metadata.lora:
-                    raise CorruptError(
-                        "contains only an adapter; scripts/convert_hf.py merge writes the complete model"
-                    )
-                own, sizes = metadata.spec_and_sizes()
-                index, read = model_index(folder, own, sizes), read_slice
-                if averaged:
-                    index, read = averaged_index(folder, index)
-            return cls(
-                folder=folder,
-                spec=own,
-                sizes=sizes,
-                index=index,
-                read=read,
-                alone=alone,
-                averaged=averaged,
-            )
-        if (folder / "config.json").exists():
-            if averaged:
-                raise ConfigError("", f"{folder} contains no averaged weights: it is no checkpoint of a run")
-            hf = HfModelFolder.open(folder, spec)
-            index = {f"model/{name}": stored for name, stored in hf.index.items()}
-            return cls(
-                folder=folder, spec=hf.spec, sizes=hf.sizes, index=index, read=hf.read, alone=alone, hf_folder=hf
-            )
-        raise not_a_model(folder)
-
-    def files(self) -> str:
-        """Return which files of a model in Hugging Face's format are read, and which files and modules with weights are not, or
-        ""."""
-        if self.hf_folder is None:
-            return ""
-        files = self.hf_folder.files()
-        read = files[0] if len(files) == 1 else f"{len(files)} files, {files[0]} to {files[-1]}"
-        unread = ", ".join([*unread_weights(self.folder), *self.hf_folder.ignored])
-        return f"{read}{f'; not {unread}' if unread else ''}"
-
-    def rows(self, matrix: str, start: int, stop: int) -> Tensor:
-        """Return rows [start, stop) of a parameter, or of the matrix `parameter@expert` of a stack. Raises CorruptError."""
-        name, _, expert = matrix.partition("@")
-        key = f"model/{name}"
-        return read_rows(self.folder, key, self.index[key], start, stop, self.read, int(expert) if expert else None)
 
     def digest(self) -> str:
-        """Return a hash of the content of the weight files, collectively unless `alone`. Each rank reads some of them. Raises
-        OSError."""
-        if self.hf_folder is None:
-            of_files = digest_of(self.folder / manifest.NAME)  # it contains the hashes of all files
-            return digest(f"averaged {of_files}".encode()) if self.averaged else of_files
-        files = self.hf_folder.files()
-        rank, ranks = (0, 1) if self.alone else (dist.get_rank(), dist.get_world_size())
-        own = [(file, digest_of(self.folder / file)) for file in files[rank::ranks]]
-        digests = [own] if self.alone else all_gather_objects(own)
-        return digest(json.dumps(sorted(chain(*digests))).encode())
+        """Return a hash of the content of the weights, collectively unless `alone`. Raises OSError."""
+        return digest_of(self.folder / manifest.NAME)  # it contains the hashes of all files
 
-    def load_into(self, parameters: Tensors, resize: bool = False) -> None:
-        """Load the parameters in place, collectively unless `alone`. Each rank reads only its shards.
+    def files(self) -> str:
+        """Return which files and modules with weights are read, and which are not, or "" if the folder is a checkpoint."""
+        return ""
+
+    def content(self, name: str) -> bytes:
+        """Return the content of a small file of the folder. Raises CorruptError."""
+        return manifest.read_bytes(self.folder / name, LARGEST_JSON)
+
+    def template_file(self) -> Path | None:
+        """Return the file that defines the model's chat template, or None."""
+        file = self.folder / CHAT_TEMPLATE
+        return file if file.exists() else None
+
+    def origin(self) -> dict[str, str]:
+        """Return the metadata of an export's safetensors files, which identify these weights. Raises OSError."""
+        return checkpoint_origin(self.folder, self.averaged)
+
+    def rows(self, matrix: str, start: int = 0, stop: int | None = None) -> Tensor:
+        """Return rows [start, stop), by default all, of a parameter, or of the matrix `parameter@expert` of a stack. Raises
+        CorruptError."""
+        name, _, expert = matrix.partition("@")
+        outer = (slice(int(expert), int(expert) + 1),) if expert else ()
+        num_rows, *columns = self.index[name].shape[len(outer) :]
+        region = (*outer, slice(start, num_rows if stop is None else stop), *(slice(0, size) for size in columns))
+        return self.region(name, region).flatten(0, len(outer))
+
+    def region(self, name: str, region: Region) -> Tensor:
+        """Return a region of a parameter. Raises CorruptError."""
+        values = torch.empty([r.stop - r.start for r in region], dtype=self.index[name].dtype)
+        self.read(name, region, values)
+        return values
+
+    def load_into(self, parameters: Tensors, problems: Sequence[str] = ()) -> None:
+        """Load parameters in place, collectively unless `alone`. Each rank reads only its shards.
 
         Args:
             parameters: By name.
-            resize: Whether the vocabulary may be larger than the stored one; it needs all ranks. Additional rows are set to the
-                mean of the stored rows (Hewitt 2021, "Initializing New Word Embeddings").
+            problems: Reasons why they cannot be loaded, which are added to those that are found.
 
         Raises:
-            ConfigError: A parameter is missing or has another shape.
+            ConfigError: A parameter is missing or has another shape, or a file is damaged.
         """
-        wanted = {f"model/{name}": parameter for name, parameter in parameters.items()}
-        grown = {name for name, parameter in wanted.items() if self.is_smaller(name, parameter)}
-        # Only rank 0 reads all rows, and all ranks ask for the mean: a rank may have no row, or no part of the parameter.
-        for name in sorted(set().union(*all_gather_objects(grown))) if resize else ():
-            mean = run_on_rank_0(partial(self._mean_row, name))
-            if name in grown:
-                self._load_resized(name, wanted.pop(name), mean)
-        commit.load_into(self.folder, self.index, wanted, self.read, cast=True, alone=self.alone)
+        require_match(self.folder, self.index, parameters, cast=True, problems=problems)
+
+        def load() -> None:
+            for name, parameter in parameters.items():
+                local, region = local_region(parameter)
+                self.read(name, tuple(region), local)
+
+        read_on_all_ranks(self.folder, load, self.alone)
 
     def quantize_into(self, quantized: Mapping[str, QuantizedWeight]) -> None:
         """Quantize weights while they are read, collectively unless `alone`. quantized: by name. Raises ConfigError."""
 
         def quantize() -> None:
             for name, weight in quantized.items():
-                weight.fill(partial(self._region, f"model/{name}"))
+                weight.fill(partial(self.region, name))
 
-        commit.read_on_all_ranks(self.folder, quantize, self.alone)
-
-    def _region(self, key: str, region: tuple[slice, ...]) -> Tensor:
-        """Return a region of a stored parameter. key: name in the index. Raises CorruptError."""
-        stored = self.index[key]
-        values = torch.empty([r.stop - r.start for r in region], dtype=stored.dtype)
-        read_regions(self.folder, {key: stored}, {key: (values, region)}, self.read)
-        return values
-
-    def is_smaller(self, key: str, parameter: Tensor) -> bool:
-        """Return whether the stored parameter lacks only rows of the vocabulary. key: name in the index."""
-        stored = self.index.get(key)
-        old, new = stored.shape if stored else (), tuple(parameter.shape)
-        return old[:1] == (self.sizes.vocab_size,) and old[1:] == new[1:] and old[0] < new[0]
-
-    def _mean_row(self, name: str) -> Tensor:
-        """Return the mean of the rows of a stored parameter, fp64. Raises ConfigError."""
-        stored = self.index[name]
-        num_rows, sums = stored.shape[0], torch.zeros(stored.shape[1:], dtype=torch.float64)
-        with manifest.damage_as_config_error(self.folder):
-            for start in range(0, num_rows, _ROWS):
-                stop = min(start + _ROWS, num_rows)
-                sums += self.rows(name.removeprefix("model/"), start, stop).double().sum(0)
-        return sums / num_rows
-
-    @torch.no_grad()
-    def _load_resized(self, name: str, parameter: Tensor, mean: Tensor) -> None:
-        """Load this rank's rows of a parameter that has more rows than the stored tensor. mean: value of the additional rows."""
-        local, (rows, *columns) = local_region(parameter)
-        with manifest.damage_as_config_error(self.folder):
-            read_regions(self.folder, self.index, {name: (local, (rows, *columns))}, self.read)
-        local[max(0, self.index[name].shape[0] - rows.start) :].copy_(mean[tuple(columns)].to(local.dtype))
+        read_on_all_ranks(self.folder, quantize, self.alone)
 
 
-def names_loaded(config: CheckpointConfig, names: Collection[str]) -> set[str]:
-    """Return the names of the parameters that a new run loads instead of initializing randomly. Raises ConfigError."""
-    if not config.init_from:
-        return set()
-    return set(names).difference(matching("checkpoint.init_exclude", config.init_exclude, names, "parameter"))
+def checkpoint_origin(checkpoint: Path, averaged: bool) -> dict[str, str]:
+    """Return Weights.origin of a checkpoint that need not be opened. averaged: whether its averages are meant. Raises OSError."""
+    metadata = {"format": "pt", "meshwright_checkpoint": digest_of(checkpoint / manifest.NAME)}
+    return metadata | {"meshwright_weights": "averaged"} if averaged else metadata
 
 
-def load_initial_weights(
-    config: CheckpointConfig,
-    weights: WeightSource,
-    parameters: Tensors,
-    quantized: Mapping[str, QuantizedWeight],
-    names: Collection[str],
-) -> None:
-    """Load this rank's parameters from checkpoint.init_from, collectively.
-
-    Args:
-        config: What is loaded.
-        weights: Result of open_initial_weights.
-        parameters: Those of this rank.
-        quantized: Weights of this rank that are kept in 4 bits.
-        names: Those of the complete model's parameters. Others, such as those of adapters, are not loaded.
-
-    Raises:
-        ConfigError: The weights are damaged.
-    """
-    included = names_loaded(config, names)
-    with errors_about("checkpoint.init_from"):
-        wanted = {name: p for name, p in parameters.items() if name in included}
-        weights.load_into(wanted, config.resize_embeddings)
-        weights.quantize_into(quantized)
-    dist.barrier()
-
-
-def open_initial_weights(config: CheckpointConfig, spec: ModelSpec, sizes: Any, parameters: Tensors) -> WeightSource:
-    """Open checkpoint.init_from, collectively, and check that it has the weights, without loading them. Raises ConfigError if it
-    is damaged or contains a different model. parameters: those of the complete model; only shapes and dtypes are used."""
-    included = names_loaded(config, parameters)
-    with errors_about("checkpoint.init_from"):
-        weights = _open_initial(config, spec, sizes)
-        wanted = {f"model/{name}": p for name, p in parameters.items() if name in included}
-        if config.resize_embeddings:
-            wanted = {name: p for name, p in wanted.items() if not weights.is_smaller(name, p)}
-        require_match(weights.folder, weights.index, wanted, cast=True)
-    return weights
-
-
-def _open_initial(config: CheckpointConfig, spec: ModelSpec, sizes: Any) -> WeightSource:
-    """Open checkpoint.init_from, collectively. Raises ConfigError if it is damaged or contains a different model."""
-    # Only rank 0 resolves the folder, because the source run may still write newer checkpoints.
-    folder = run_on_rank_0(lambda: resolve_checkpoint(Path(config.init_from)))
-    weights = WeightSource.open(folder, spec, averaged=config.init_averaged)
-    stored = asdict(weights.sizes)
-    if config.resize_embeddings and stored.get("vocab_size", 0) < sizes.vocab_size:
-        stored["vocab_size"] = sizes.vocab_size
-    differences = [
-        f"{name} is {stored.get(name)}, expected {expected}"
-        for name, expected in asdict(sizes).items()
-        if stored.get(name) != expected and name != "rope_is_long"  # the run's sequence length decides
-    ]
-    if differences:
-        raise ConfigError("", f"{weights.folder} contains a different model: {', '.join(differences)}")
-    return weights
+def require_parameters(folder: Path, index: Mapping[str, TensorMetadata], parameters: Tensors) -> None:
+    """Raise a ConfigError that lists the differences, if the tensors in a folder are not these parameters."""
+    unknown = [f"{name} is not a parameter of this model" for name in index if name not in parameters]
+    require_match(folder, index, parameters, cast=True, problems=unknown)
