@@ -17,7 +17,7 @@ import sys
 from functools import partial
 from typing import NoReturn
 
-from trainer.base.config import Config, ConfigError
+from trainer.base.config import Config, ConfigError, compatibility
 from trainer.base.config.command_line import (
     check_environment,
     config_from_command_line,
@@ -45,7 +45,7 @@ def run(config: Config, listener: SignalListener) -> int:
 
     with one_line_errors(config):
         resolved = resolve(config, distributed.world_size())
-        device.require_products(config.run.device, config.training)
+        compatibility.check(config, device.float8_facts(config.run.device))
         rank_device = device.select_device(config.run.device)
     lock = None  # held until this function returns
     try:

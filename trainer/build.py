@@ -11,9 +11,11 @@ import torch.distributed as dist
 from torch import nn
 
 from trainer import initial_model
-from trainer.base.config import Config, ConfigError
+from trainer.base.config import Config, ConfigError, compatibility
 from trainer.base.config.pretrained import provenance
 from trainer.base.config.render import to_toml
+from trainer.base.config.schema.condition import Known
+from trainer.base.config.schema.facts import OWN_OBJECTIVE
 from trainer.base.system import console
 from trainer.base.system.checkpoint_folder import committed
 from trainer.base.system.files import digest
@@ -80,8 +82,7 @@ def build_trainer(
     Raises:
         ConfigError: The data, the model, the checkpoint or the run folder cannot be used, or z_loss is set too.
     """
-    if objective is not None and config.training.z_loss:
-        raise ConfigError("training.z_loss", "has no effect with an objective of your own")
+    compatibility.check(config, {OWN_OBJECTIVE: Known(objective is not None)})
     saved = None if point is None else point.state
     _prepare_run_folder(config, is_new=point is None)
     deterministic = _set_up_process(config, device)

@@ -122,15 +122,14 @@ def main(listener: SignalListener) -> NoReturn:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
 
-    from trainer.run.resolve import resolve
-    from trainer.runtime import device, elastic, rendezvous
+    from trainer.run.resolve import resolve_on_this_node
+    from trainer.runtime import elastic, rendezvous
 
     if config.model.revision:  # the ranks use this commit, even if the model changes on the Hub meanwhile
         os.environ[COMMIT] = f"{config.model.pretrained}@{config.model.revision}"
     os.environ["TORCH_CPP_LOG_LEVEL"] = inherited or "ERROR"  # for the ranks, for the same reason
     with one_line_errors(config):
-        resolve(config, options.ranks * options.max_nodes)
-        device.require_devices(config.run.device, options.ranks, config.training)
+        resolve_on_this_node(config, options.ranks, options.max_nodes)
     os.environ.setdefault(
         "OMP_NUM_THREADS", str(max(1, cores() // options.ranks))
     )  # otherwise torchrun warns and sets 1
@@ -177,15 +176,13 @@ def run_dry(listener: SignalListener) -> NoReturn:
     os.environ.setdefault("MASTER_ADDR", "localhost")  # a dry run waits for no other node
     options = TorchrunOptions.from_environment()
     refuse_separate_tasks(options.max_nodes)
-    from trainer.run.resolve import resolve
-    from trainer.runtime import device
+    from trainer.run.resolve import resolve_on_this_node
     from trainer.tools.dry_run import dry_run
 
     listener.react = partial(end_before_training, clean_up=end_children)
     try:
         with one_line_errors(config):
-            resolved = resolve(config, options.ranks * options.max_nodes)
-            device.require_devices(config.run.device, options.ranks, config.training)
+            resolved = resolve_on_this_node(config, options.ranks, options.max_nodes)
             code = dry_run(config, resolved, options.ranks)
     except SystemExit as exit:
         code = exit.code

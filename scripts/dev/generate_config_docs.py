@@ -1,4 +1,5 @@
-"""Generate docs/configuration.md from the schema of settings, and docs/coming_from.md from foreign names."""
+"""Generate docs/configuration.md from the schema of settings, docs/compatibility.md from the table of combinations that are
+refused, and docs/coming_from.md from foreign names."""
 
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ from trainer.base.system.process import exit_on_interrupt
 if __name__ == "__main__":
     exit_on_interrupt()
 
-from trainer.base.config.render import foreign_as_markdown, settings_as_markdown
+from trainer.base.config.render import compatibility_as_markdown, foreign_as_markdown, settings_as_markdown
 
 INTRODUCTION = """# Configuration
 
@@ -25,6 +26,7 @@ overrides a single value.
 
 - An unknown key, a wrong type, a value out of range, a missing file or an incompatible combination is an error. Before any
   process group exists, the command prints one line with setting, origin and broken rule to stderr and exits with code 2.
+- `needs`, `not with`: a combination that does not hold is an error ([compatibility.md](compatibility.md) gives the reasons).
 - `only with`: any value but the default is an error unless the condition holds.
 - `used with`: the setting is ignored unless the condition holds, so that one flag switches a feature off.
 - `fixed on resume`: a run that resumes from a checkpoint must have the same value. Otherwise an error names both values.
@@ -37,6 +39,25 @@ overrides a single value.
 - Relative paths start at the current folder.
 
 Every file in `train_configs/` is a complete example. `python scripts/dev/generate_config_docs.py` generates this page.
+
+"""
+
+COMPATIBILITY = """# What works with what
+
+Settings combine freely, except for the pairs on this page. A run with such a pair is refused with one line, which names the
+setting, its value, where the value comes from, the rule and the reason:
+
+    --optimizer.in_backward true: is incompatible with [optimizer] offload: offload updates parameters only after backward
+
+The tables are generated from the table that is checked (`trainer/base/config/compatibility.py`), so they are complete, with one
+addition: a setting that belongs to a feature is refused without it. [configuration.md](configuration.md) lists these conditions
+as `only with`. `python train.py --help` shows both beside each setting.
+
+- A setting without a value means that it is set: not empty, 0, `false`, `"none"` or `"off"`.
+- Pairs of settings alone are refused when a configuration is loaded, also by `--print-config`. Pairs with a model, a device or a
+  version of torch are refused when a run starts, by [`--dry-run`](running.md#dry-run) and by `scripts/plan.py`.
+- Numbers that must fit each other (degrees and dimensions, batch and microbatches) and files that do not suit are not pairs;
+  their own line is printed when they are found.
 
 """
 
@@ -64,4 +85,5 @@ Four differences explain most rows.
 
 if __name__ == "__main__":
     (ROOT / "docs" / "coming_from.md").write_text(COMING_FROM + foreign_as_markdown())
+    (ROOT / "docs" / "compatibility.md").write_text(COMPATIBILITY + compatibility_as_markdown())
     (ROOT / "docs" / "configuration.md").write_text(INTRODUCTION + settings_as_markdown())

@@ -77,16 +77,6 @@ def test_flops_count_the_experts_of_a_token_only():
     assert trained.flops_per_token(model, 32) == expected
 
 
-def test_dropout_of_experts_is_refused():
-    with torch.device("meta"):
-        model = MODELS["mixtral"].model(MODELS["mixtral"].sizes["debug"])
-    with pytest.raises(ConfigError) as error:
-        select_parameters(model, model.plan(), LoraConfig(rank=4, dropout=0.1))
-    problem = "must be 0 with adapters of experts, such as layers.0.feed_forward.experts.w1, which have no dropout"
-    assert error.value.key == "lora.dropout" and error.value.message == f"{problem}; see [lora] targets"
-    select_parameters(model, model.plan(), LoraConfig(rank=4, dropout=0.1, targets=("*.attention.*",)))
-
-
 def test_a_router_is_no_target():
     with torch.device("meta"):
         model = MODELS["mixtral"].model(MODELS["mixtral"].sizes["debug"])

@@ -202,15 +202,6 @@ def test_a_checkpoint_without_averages_is_one_line(ranks, tiny, trained, plain, 
     exported = trained[0] / "huggingface"
     (line,) = ranks(1).run(error_line, [*tiny, *init, str(exported), *in_folder(tmp_path / "run")])
     assert line.endswith(f"{exported} contains no averaged weights: it is no checkpoint of a run")
-    unused = "has no effect without evaluations or samples: set [evaluation] interval_steps or [samples] prompts"
-    assert error_line([*tiny, *AVERAGED, *EVALUATED[:2]]) == f"--evaluation.averaged true: {unused}"
-    best = ["--evaluation.keep_best_on", "held_out", "--checkpoint.export_huggingface", "true"]
-    best += ["--checkpoint.export_checkpoint", "best"]
-    other = "must be true with export_checkpoint = best, like [evaluation] averaged"
-    line = error_line([*tiny, *AVERAGED, *EVALUATED, *best])
-    assert line == f"[checkpoint] export_averaged = false (default): {other}"
-    condition = "has an effect only with [optimizer] ema_decay"
-    assert error_line([*tiny, "--evaluation.averaged", "true"]) == f"--evaluation.averaged true: {condition}"
 
 
 @pytest.fixture(scope="module")
@@ -280,9 +271,3 @@ def test_a_merged_adapter_has_its_averages_on_request(ranks, adapter, trained, t
     ]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stderr, ended.stdout[:4]) == (0, "", "the ")
-
-
-def test_an_adapter_is_not_trained_for_averages_of_its_base(tiny, trained):
-    line = error_line([*tiny, *LORA, str(trained[0]), "--checkpoint.init_averaged", "true"])
-    message = "cannot be combined with [lora] rank; scripts/convert_hf.py to-hf --averaged writes a base model"
-    assert line == f"--checkpoint.init_averaged true: {message}"

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.commands import run_script
-from tests.training_runs import checkpoint_of, error_line, in_folder, records, train
+from tests.training_runs import checkpoint_of, in_folder, records, train
 from trainer.base.config import ConfigError
 from trainer.base.config.load import load_config
 from trainer.base.config.model_source import best_step, list_checkpoints, resolve_checkpoint
@@ -117,11 +117,3 @@ def test_a_run_goes_back_to_its_best_checkpoint_once(ranks, tiny, trained, best,
     assert best_step(folder / "checkpoints") == step_of(best) + 1, "the loss has improved"
     ranks(1).run(train, [*argv, "--training.steps", str(step_of(best) + 2)])
     assert (folder / "checkpoints" / f"step-{step_of(best) + 1:08}").exists(), "the same command continues"
-
-
-def test_the_best_checkpoint_needs_a_run_that_tracks_it(ranks, tiny, tmp_path):
-    message = "best needs [evaluation] keep_best_on and interval_steps, which choose the best checkpoint"
-    argv = [*tiny, *in_folder(tmp_path / "run")]
-    assert error_line([*argv, "--checkpoint.load_step", "best"]) == f"--checkpoint.load_step best: {message}"
-    export = ["--checkpoint.export_huggingface", "true", "--checkpoint.export_checkpoint", "best"]
-    assert error_line([*argv, *export]) == f"--checkpoint.export_checkpoint best: {message}"

@@ -602,22 +602,11 @@ MISTAKES = {
         "*experts*",
     ): "--lora.targets *experts*: *experts* matches no linear module of the blocks",
     ("--lora.targets", "output"): "--lora.targets output: output matches no linear module of the blocks",
-    ("--parallel.reshard_after_forward", "2"): (
-        "--parallel.reshard_after_forward 2: must not be a number of ranks with [lora] rank"
-    ),
     ("--lora.targets", ""): "--lora.targets : is empty, so the run would train nothing; see also [lora] train_fully",
     ("--lora.train_fully", "*.wq"): (
         "--lora.train_fully *.wq: layers.0.attention.wq has an adapter ([lora] targets), so it cannot be trained fully"
     ),
     ("--lora.train_fully", "embedding"): "--lora.train_fully embedding: embedding matches no module with parameters",
-    ("--checkpoint.init_from", ""): "--checkpoint.init_from : is required with [lora] rank",
-    ("--checkpoint.init_exclude", "output.weight"): (
-        "--checkpoint.init_exclude output.weight: cannot be combined with [lora] rank, which keeps the base model unchanged"
-    ),
-    ("--checkpoint.resize_embeddings", "true", "--lora.train_fully", "output"): (
-        "--lora.train_fully output: must include tok_embeddings,output with [checkpoint] resize_embeddings: "
-        "the rows of new tokens would stay untrained"
-    ),
     ("--lora.init_from", "/no/such"): "--lora.init_from /no/such: no such folder",
     ("--lora.init_from", "{run}", "--lora.rank", "8"): "--lora.rank 8: must be 4, as in the adapter {checkpoint}",
     (

@@ -392,17 +392,7 @@ MISTAKES = {
         "dop",
     ): "--preference.loss dop: expected one of none, dpo, ipo, simpo, orpo; did you mean 'dpo'?",
     ("--preference.beta", "0"): "--preference.beta 0: must be above 0",
-    ("--preference.margin", "1"): "--preference.margin 1: has an effect only with [preference] loss = simpo",
-    ("--preference.loss", "none"): "--data.dataset preference: a preference dataset needs [preference] loss",
-    ("--data.packing", "wrapped"): "--data.packing wrapped: must be",
-    (
-        "--data.long_documents",
-        "truncate",
-    ): '--data.long_documents truncate: must be "drop" with [preference] loss = dpo',
-    ("--data.document_mask", "false"): "--data.document_mask false: must be true with [preference] loss = dpo",
-    ("--data.dataset", "chat"): "--data.dataset chat: [preference] loss = dpo needs preference datasets",
-    ("--evaluation.datasets.x", "chat:{pairs}"): "--evaluation.datasets.x chat:{pairs}: [preference] loss = dpo needs",
-    ("--checkpoint.init_from", ""): "--checkpoint.init_from : is required with [preference] loss = dpo",
+    ("--evaluation.datasets.x", "chat:{pairs}"): "--evaluation.datasets.x chat:{pairs}: is incompatible with",
     ("--data.path", "{one}"): (
         "--data.path {one}: this dataset contains no readable document; found {one}:1: the document has no rejected answer"
     ),

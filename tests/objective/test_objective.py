@@ -47,7 +47,7 @@ def build_with_objective(argv):
 
 def test_a_z_loss_has_no_effect_on_an_objective_of_ones_own(ranks, tiny, tmp_path):
     argv = [*tiny, *in_folder(tmp_path / "run"), "--training.z_loss", "0.1"]
-    with pytest.raises(RankError, match=r"training.z_loss: has no effect with an objective of your own"):
+    with pytest.raises(RankError, match=r"training.z_loss: is incompatible with an objective of your own"):
         ranks(1).run(build_with_objective, argv)
 
 

@@ -3,21 +3,10 @@
 import pytest
 
 from tests.training_runs import records, train
-from trainer.base.config import ConfigError
-from trainer.base.config.load import load_config
 from trainer.tools.testing.ranks import RankError
 
 IN_BACKWARD = ("--training.max_norm", "none", "--resilience.max_consecutive_skips", "1")
 """Settings that an update in backward requires."""
-INCOMPATIBLE_WITH_IN_BACKWARD = [
-    (
-        ["--training.reduce_every_microbatch", "true"],
-        "[training] reduce_every_microbatch: only the last microbatch completes gradients",
-    ),
-    (["--optimizer.offload", "state"], "[optimizer] offload, which updates parameters only after backward"),
-    (["--parallel.cpu_offload", "true"], "[parallel] cpu_offload, which copies gradients to the host too late"),
-    (["--resilience.on_loss_spike", "skip"], "[resilience] on_loss_spike, which skips complete steps"),
-]
 
 
 def argv(tiny, folder, name, *more, interval=2):
@@ -70,44 +59,3 @@ def test_fp32_master_weights_of_bf16_parameters_are_resumed(ranks, tiny, tmp_pat
         ranks(1).run(train, [*argv(tiny, tmp_path, "resumed", *flags[:2]), "--training.steps", "4"])
     resumed = ranks(1).run(train, [*argv(tiny, tmp_path, "resumed", *flags), "--training.steps", "4"])[0]
     assert resumed.weights == complete.weights
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (
-            ["--activation_checkpoint.offload_inputs", "true", "--activation_checkpoint.mode", "selective"],
-            "--activation_checkpoint.offload_inputs true: has an effect only with [activation_checkpoint] mode = full",
-        ),
-        *(
-            (
-                ["--optimizer.in_backward", "true", *IN_BACKWARD, *more],
-                f"--optimizer.in_backward true: is incompatible with {rule}",
-            )
-            for more, rule in INCOMPATIBLE_WITH_IN_BACKWARD
-        ),
-        (
-            ["--optimizer.in_backward", "true"],
-            "--optimizer.in_backward true: is incompatible with [training] max_norm, which needs all gradients at once; "
-            "set max_norm to none",
-        ),
-        (
-            ["--optimizer.in_backward", "true", "--training.max_norm", "none"],
-            "--optimizer.in_backward true: is incompatible with [resilience] max_consecutive_skips > 1: no step can be skipped",
-        ),
-        (
-            ["--optimizer.offload", "state", "--parallel.cpu_offload", "true"],
-            "--optimizer.offload state: is incompatible with [parallel] cpu_offload, which already keeps the optimizer state on "
-            "the host",
-        ),
-        (
-            ["--optimizer.offload", "state_and_gradients", "--training.reduce_every_microbatch", "true"],
-            "--optimizer.offload state_and_gradients: is incompatible with [training] reduce_every_microbatch: only "
-            "complete gradients can be offloaded",
-        ),
-    ],
-)
-def test_incompatible_settings_are_rejected(args, message):
-    with pytest.raises(ConfigError) as error:
-        load_config(args)
-    assert str(error.value) == message

@@ -37,7 +37,7 @@ def gradients(mode, compiled, base_dtype):
     lora = replace(LORA, base_dtype=base_dtype)
     trained = select_parameters(model, plan, lora)
     adapt = partial(apply_lora, blocks=plan.blocks_path, trained=trained, config=lora, seed=0)
-    quantized = select_quantized(model, plan, trained, lora)
+    quantized = select_quantized(model, plan, lora)
     storage = Storage(dtype="fp32", quantized=quantized, is_double=base_dtype == "nf4_double")
     meshes, stages = Meshes(ParallelDims.from_config(config, config.tp), CPU), partition_blocks(model, plan, config)
     settings = (

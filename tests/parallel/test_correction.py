@@ -8,11 +8,9 @@ from models import MODELS
 from models.moe import CorrectedRouter
 from models.spec import saved_buffers
 from tests.training_runs import checkpoint_of, combine, in_folder, read_tensor, train
-from trainer.base.config import ConfigError, ExpertsConfig
-from trainer.base.config.load import load_config
+from trainer.base.config import ExpertsConfig
 from trainer.checkpoint.storage import read_index
 from trainer.parallel.balance import Load
-from trainer.run.resolve import resolve
 
 SPEC = MODELS["deepseek-v3"]
 SIZES = SPEC.sizes["debug"]
@@ -80,25 +78,6 @@ def test_a_buffer_that_no_module_declares_is_an_error():
     model = nn.Sequential(nn.BatchNorm1d(3))
     with pytest.raises(TypeError, match="running_mean: BatchNorm1d must declare this buffer in BUFFERS"):
         saved_buffers(model)
-
-
-@pytest.mark.parametrize(
-    ("argv", "problem"),
-    [
-        (
-            ["--model.name", "olmoe", "--experts.bias_rate", "0.1"],
-            "experts.bias_rate: has no effect, because the routers of olmoe/debug have no correction",
-        ),
-        (
-            [*MODEL, "--lora.rank", "4", "--checkpoint.init_from", "base"],
-            "experts.bias_rate: must be 0 with [lora] rank: the correction belongs to the base model, which is frozen",
-        ),
-    ],
-)
-def test_a_rate_that_changes_nothing_is_refused(argv, problem):
-    with pytest.raises(ConfigError) as error:
-        resolve(load_config(argv, check_files=()), 1)
-    assert str(error.value) == problem
 
 
 def corrections_in(folder):

@@ -26,7 +26,6 @@ from trainer.base.config import (
     ParallelConfig,
     TrainingConfig,
 )
-from trainer.base.config.load import load_config
 from trainer.objective.cross_entropy import CrossEntropyHead
 from trainer.parallel import float8
 from trainer.parallel.float8 import E4M3, E5M2, Float8, Float8Product, apply_float8, check_shapes, product, quantize
@@ -387,16 +386,6 @@ def test_what_cannot_run_is_one_line(values, message):
     with pytest.raises(ConfigError) as error:
         resolved(**values)
     assert f"{error.value.key}: {error.value.message}" == message
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_a_base_in_4_bits_is_refused(recipe):
-    settings = ["--lora.rank", "4", "--lora.base_dtype", "nf4", "--checkpoint.init_from", "."]
-    with pytest.raises(ConfigError) as error:
-        load_config([*settings, "--training.float8", recipe])
-    assert str(error.value) == (
-        f"--training.float8 {recipe}: is incompatible with [lora] base_dtype = nf4: products with its matrices dequantize them"
-    )
 
 
 def test_a_cpu_gets_a_scale_for_each_row(monkeypatch):

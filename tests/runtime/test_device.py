@@ -1,12 +1,12 @@
 """The device of a rank."""
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 from torch.torch_version import TorchVersion
 
-from trainer.base.config import ConfigError, TrainingConfig
+from trainer.base.config import ConfigError
+from trainer.base.config.schema.condition import Known
+from trainer.base.config.schema.facts import FLOAT8_DEVICE, FLOAT8_GPU
 from trainer.runtime import device as devices
 
 
@@ -53,31 +53,27 @@ def test_more_ranks_than_gpus_are_rejected(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("gpu", "found", "message"),
+    ("gpu", "found", "missing"),
     [
         ((9, 0), {}, ""),
         (
             (9, 0),
             {"hip": "7.0"},
-            "has been written for the formats of NVIDIA's GPUs (e4m3fn, e5m2), which this GPU of AMD may not have",
+            "formats of NVIDIA's GPUs (e4m3fn, e5m2) are used, which this GPU of AMD may not have",
         ),
-        ((8, 0), {}, "A100 has no products in float8; GPUs of NVIDIA have them since Ada and Hopper"),
-        ((8, 9), {"compute_dtype": "fp32"}, "needs [training] compute_dtype = bf16 on a GPU"),
-        (None, {"compute_dtype": "fp32"}, ""),
-        (None, {"torch": "2.11.0"}, "needs torch >= 2.13 on a CPU, but 2.11.0 is installed"),
+        ((8, 0), {}, "A100 has none; GPUs of NVIDIA have them since Ada and Hopper"),
+        (None, {}, ""),
+        (None, {"torch": "2.11.0"}, "on a CPU, torch >= 2.13 has them, but 2.11.0 is installed"),
     ],
 )
-def test_devices_without_products_in_float8_are_refused(monkeypatch, gpu, found, message):
+def test_what_is_known_of_products_in_float8(monkeypatch, gpu, found, missing):
     monkeypatch.setattr(devices, "gpu_count", lambda: int(gpu is not None))
     monkeypatch.setattr(torch.version, "hip", found.get("hip"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: gpu)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A100")
     monkeypatch.setattr(torch, "__version__", TorchVersion(found.get("torch", "2.13.0")))
-    config = TrainingConfig(float8="rowwise", compute_dtype=found.get("compute_dtype", "bf16"))
-    with nullcontext() if not message else pytest.raises(ConfigError) as error:
-        devices.require_products("auto", config)
-    assert not message or (error.value.key, error.value.message) == ("training.float8", message)
-    devices.require_products("auto", TrainingConfig(float8="none"))
+    known = devices.float8_facts("auto")
+    assert known == {FLOAT8_DEVICE: Known(not missing, missing), FLOAT8_GPU: Known(gpu is not None)}
 
 
 def test_peak_flops_are_looked_up_by_the_full_device_name(monkeypatch):

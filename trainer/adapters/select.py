@@ -83,8 +83,7 @@ def select_parameters(model: nn.Module, plan: ParallelPlan, config: LoraConfig) 
     names = {parameter: name for name, parameter in model.named_parameters()}
     if config.rank is None:
         return TrainedParameters(frozenset(names.values()), {})
-    blocks = f"{plan.blocks_path}."
-    adaptable = {target_of(name): name for name in adaptable_weights(model) if name.startswith(blocks)}
+    adaptable = {target_of(name): name for name in _adaptable_in_blocks(model, plan)}
     owners = {n: m for n, m in model.named_modules() if list(m.parameters(recurse=False))}
     with pattern_hints(owners, "can only be trained fully, see [lora] train_fully", of="lora.targets"):
         kind = "linear module or matrix of experts" if plan.has_experts else "linear module"
@@ -98,24 +97,21 @@ def select_parameters(model: nn.Module, plan: ParallelPlan, config: LoraConfig) 
     if not targets and not modules:
         raise ConfigError("lora.targets", "is empty, so the run would train nothing; see also [lora] train_fully")
     fully = frozenset(names[p] for name in modules for p in owners[name].parameters(recurse=False))
-    stack = next((name for name in weights if is_stack(model, name)), "")
-    if config.dropout and stack:
-        message = f"must be 0 with adapters of experts, such as {stack}, which have no dropout; see [lora] targets"
-        raise ConfigError("lora.dropout", message)
     return TrainedParameters(fully, adapter_shapes(model, weights, config.rank))
 
 
-def select_quantized(
-    model: nn.Module, plan: ParallelPlan, trained: TrainedParameters, config: LoraConfig
-) -> frozenset[str]:
+def trained_base(model: nn.Module, plan: ParallelPlan, trained: TrainedParameters) -> str:
+    """Return a module of the blocks whose matrix is trained fully, although it could have an adapter, or "". model: the complete
+    model, without adapters."""
+    return next((target_of(name) for name in _adaptable_in_blocks(model, plan) if name in trained.fully), "")
+
+
+def select_quantized(model: nn.Module, plan: ParallelPlan, config: LoraConfig) -> frozenset[str]:
     """Return the names of the weights that [lora] base_dtype keeps in 4 bits. model: the complete model, without adapters. Raises
-    ConfigError if one of them is trained, or has rows that are not a multiple of a block."""
+    ConfigError if one of them has rows that are not a multiple of a block."""
     if config.base_dtype == "keep":
         return frozenset()
-    names = [name for name in adaptable_weights(model) if name.startswith(f"{plan.blocks_path}.")]
-    if fully := [target_of(name) for name in names if name in trained.fully]:
-        message = f"{fully[0]} is trained, but [lora] base_dtype = {config.base_dtype} keeps its weight in 4 bits"
-        raise ConfigError("lora.train_fully", message)
+    names = _adaptable_in_blocks(model, plan)
     columns = {name: model.get_parameter(name).shape[-1] for name in names}
     if uneven := [name for name in names if columns[name] % BLOCK]:
         message = f"needs rows of a multiple of {BLOCK} values, but those of {uneven[0]} have {columns[uneven[0]]}"
@@ -146,17 +142,19 @@ def pattern_hints(owners: Iterable[str], reason: str, of: str) -> Iterator[None]
         raise
 
 
-def require_trained_vocabulary(model: nn.Module, plan: ParallelPlan, trained: TrainedParameters) -> None:
-    """Raise ConfigError if a matrix with one row for each token is frozen. model: the complete model, without adapters."""
+def frozen_vocabulary(model: nn.Module, plan: ParallelPlan, trained: TrainedParameters) -> str:
+    """Return the modules with one row for each token, separated by commas, if one of them is frozen, or "". model: the complete
+    model, without adapters."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     tables = {n: m for n, m in model.named_modules() if isinstance(m, nn.Embedding | nn.Linear)}
-    outside = [n for n in tables if not n.startswith(f"{plan.blocks_path}.")]
-    if any(names[tables[n].weight] not in trained.fully for n in outside):
-        needed = ",".join(dict.fromkeys(names[tables[n].weight].removesuffix(".weight") for n in outside))
-        message = (
-            f"must include {needed} with [checkpoint] resize_embeddings: the rows of new tokens would stay untrained"
-        )
-        raise ConfigError("lora.train_fully", message)
+    weights = [names[tables[n].weight] for n in tables if not n.startswith(f"{plan.blocks_path}.")]
+    if all(name in trained.fully for name in weights):
+        return ""
+    return ",".join(dict.fromkeys(name.removesuffix(".weight") for name in weights))
+
+
+def _adaptable_in_blocks(model: nn.Module, plan: ParallelPlan) -> list[str]:
+    return [name for name in adaptable_weights(model) if name.startswith(f"{plan.blocks_path}.")]
 
 
 def adaptable_weights(model: nn.Module) -> list[str]:

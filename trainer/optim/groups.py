@@ -124,15 +124,11 @@ def _require_effects(
         matrices: See resolve_groups.
         members: Pattern, rule, rate, factor of the width and decay of each group.
     """
-    if config.cautious_decay and not any(decay for *_, decay in members):
-        raise ConfigError("optimizer.cautious_decay", "has no effect: the weight decay of every trained parameter is 0")
     for pattern, given in options.items():
         defaults = {config.name if name in matrices else "adamw" for name, own in chosen.items() if own == pattern}
         if given.get("optimizer") is not None and defaults == {given["optimizer"]}:
             message = f"optimizer={given['optimizer']} has no effect: it updates these parameters anyway"
             raise ConfigError(f"optimizer.groups.{pattern}", message)
-    if config.name == "muon" and not any(rule == "muon" for _, rule, *_ in members):
-        raise ConfigError("optimizer.name", "muon has no effect: groups give all of its matrices to adamw")
 
 
 def _require_effect(pattern: str, chosen: Mapping[str, str], others: Mapping[str, str]) -> None:
@@ -172,15 +168,11 @@ def _options(config: OptimizerConfig, pattern: str, text: str) -> dict:
             raise ConfigError(key, f"{word}: {_EXPECTED}{hint}")
         if name in options:
             raise ConfigError(key, f"{name} is given twice")
-        options[name] = _rule(config, key, value) if name == "optimizer" else _number(key, name, value)
+        options[name] = _rule(key, value) if name == "optimizer" else _number(key, name, value)
     return options
 
 
-def _rule(config: OptimizerConfig, key: str, value: str) -> str:
-    if value == "muon" and config.name != "muon":
-        raise ConfigError(
-            key, "optimizer=muon: needs [optimizer] name = muon; other groups may then have optimizer=adamw"
-        )
+def _rule(key: str, value: str) -> str:
     if value not in RULES:
         raise ConfigError(key, f"optimizer={value}: expected one of {', '.join(RULES)}{did_you_mean(value, RULES)}")
     return value

@@ -67,19 +67,8 @@ def shards_parameters(dims: ParallelDims, plan: ParallelPlan, parallel: Parallel
     return dims.dp_replicate * dims.fsdp > 1 or shards_experts or parallel.pp > 1 or parallel.cpu_offload
 
 
-def require_storable(
-    quantized: Collection[str], model: nn.Module, plan: ParallelPlan, dims: ParallelDims, parallel: ParallelConfig
-) -> None:
-    """Raise ConfigError if this layout, or this version of torch, cannot keep the weights `quantized` in 4 bits. model: the
-    complete model."""
-    if not quantized:
-        return
-    if torch.__version__ < (2, 12) and shards_parameters(dims, plan, parallel):
-        message = (
-            f"needs torch >= 2.12 with FSDP (dp, cp, pp, cpu_offload), but {torch.__version__} is installed; one rank "
-            "and tp alone need no FSDP"
-        )
-        raise ConfigError("lora.base_dtype", message)
+def require_storable(quantized: Collection[str], model: nn.Module, plan: ParallelPlan, dims: ParallelDims) -> None:
+    """Raise ConfigError if this layout cannot keep the weights `quantized` in 4 bits. model: the complete model."""
     styles = styles_in_blocks(model, plan.blocks_path)
     for name in sorted(quantized):
         columns = model.get_parameter(name).shape[-1]

@@ -6,22 +6,21 @@ from pathlib import Path
 from typing import Any
 
 from models import MODELS
-from models.moe import CorrectedRouter
 from models.sizes import text_of
 from models.spec import Model, ModelSpec, ParallelPlan, SizeError, meta_model, saved_buffers, saved_weights
-from trainer.adapters.select import TrainedParameters, require_trained_vocabulary, select_parameters, select_quantized
-from trainer.base.config import Config, ConfigError, ModelConfig, ProfilingConfig, errors_about
+from trainer.adapters.select import TrainedParameters, select_parameters, select_quantized
+from trainer.base.config import Config, ConfigError, ModelConfig, ProfilingConfig, compatibility, errors_about
 from trainer.base.config.fields import Setting, coerce, parse_text, settings, type_name
 from trainer.base.config.pretrained import is_from_pretrained
 from trainer.base.system.spelling import did_you_mean
 from trainer.checkpoint.formats.folders import read_architecture
-from trainer.checkpoint.formats.peft import PeftNames, require_peft_support
 from trainer.checkpoint.resume import FAMILY
 from trainer.parallel.float8 import Float8, check_shapes, resolve_float8
 from trainer.parallel.mesh import ParallelDims
 from trainer.parallel.pipeline import Stage, check_microbatches, partition_blocks, stages_of_rank
 from trainer.parallel.storage import Storage, require_storable
-from trainer.parallel.validate import check_divisibility, check_supported, resolve_compilation
+from trainer.parallel.validate import check_divisibility, check_stages_per_rank, resolve_compilation
+from trainer.run.facts import model_facts, trained_facts
 from trainer.run.resolve_optimizer import ResolvedOptimizer, resolve_optimizer
 from trainer.runtime import device as devices
 from trainer.runtime.device import DTYPES
@@ -82,32 +81,30 @@ def resolve(config: Config, world_size: int) -> ResolvedRun:
     of_folder = is_from_pretrained(config, "model.huggingface")
     folder = config.model.pretrained if of_folder else config.model.huggingface
     name = folder or f"{family}/{config.model.size}"
-    # Before the degrees: ep of a model without experts has no right value but 1.
-    _check_experts(config, model, plan, name)
-    dims = ParallelDims.from_config(config.parallel, world_size)
     training = config.training
     on_gpu = config.run.device != "cpu" and devices.gpu_count() > 0
     compiled = resolve_compilation(config.compile.enabled, config.parallel, on_gpu)
-    check_supported(config.parallel, config.activation_checkpoint, training, on_gpu, compiled)
-    _check_profiling(config.profiling, world_size, on_gpu)
+    # Before the degrees: ep of a model without experts has no right value but 1.
+    known = model_facts(model, plan, name, config.parallel, compiled, on_gpu)
+    compatibility.check(config, known)
+    dims = ParallelDims.from_config(config.parallel, world_size)
+    check_stages_per_rank(config.parallel)
+    _check_profiled_rank(config.profiling, world_size)
     if training.epochs is None:
         require_profiled_step(config.profiling, training.steps)
     check_divisibility(dims, plan, sizes, name, config.parallel, training.seq_len)
     _check_batch_sizes(config, dims)
     trained = select_parameters(model, plan, config.lora)
-    quantized = select_quantized(model, plan, trained, config.lora)
-    require_storable(quantized, model, plan, dims, config.parallel)
+    quantized = select_quantized(model, plan, config.lora)
+    require_storable(quantized, model, plan, dims)
     storage = Storage(dtype=training.compute_dtype, quantized=quantized, is_double=config.lora.quantizes_scales)
-    if config.lora.rank and config.checkpoint.resize_embeddings:
-        require_trained_vocabulary(model, plan, trained)
-    if config.checkpoint.export_huggingface and config.lora.rank:
-        require_peft_support(PeftNames(spec, sizes), trained, "checkpoint.export_huggingface")
     stages = partition_blocks(model, plan, config.parallel)
     _check_stages(config, plan, stages, trained)
     float8 = resolve_float8(model, plan, training)
     check_shapes(float8, model, plan, dims, training, config.parallel.sequence_parallel)
     buffers = frozenset(saved_buffers(model))
     optimizer = resolve_optimizer(config.optimizer, model, trained, sizes, name)
+    compatibility.check(config, known | trained_facts(config, model, spec, sizes, dims, trained, optimizer))
     dimensions = {f"model.{name}": value for name, value in asdict(sizes).items()}
     sequence_shards = dims.cp * (dims.tp if config.parallel.sequence_parallel else 1)
     return ResolvedRun(
@@ -141,6 +138,14 @@ def resolve(config: Config, world_size: int) -> ResolvedRun:
     )
 
 
+def resolve_on_this_node(config: Config, ranks: int, num_nodes: int) -> ResolvedRun:
+    """Like `resolve`. Raises ConfigError, also if this node cannot run its ranks. ranks: of each node."""
+    resolved = resolve(config, ranks * num_nodes)
+    devices.require_enough_gpus(config.run.device, ranks)
+    compatibility.check(config, devices.float8_facts(config.run.device))
+    return resolved
+
+
 def _check_batch_sizes(config: Config, dims: ParallelDims) -> None:
     """Raise ConfigError if the ranks cannot divide one of the batch sizes into microbatches."""
     training = config.training
@@ -156,22 +161,6 @@ def _check_batch_sizes(config: Config, dims: ParallelDims) -> None:
             except ConfigError as error:
                 key = f"training.batch_schedule.{steps}" if steps else error.key
                 raise ConfigError(key, error.message) from None
-
-
-def _check_experts(config: Config, model: Model, plan: ParallelPlan, name: str) -> None:
-    """Raise ConfigError if ep, or a setting of [experts], has no effect on the model. name: of the model."""
-    if not plan.has_experts:
-        if config.parallel.ep > 1:
-            raise ConfigError("parallel.ep", f"must be 1, because {name} has no experts")
-        for setting in fields(config.experts):
-            if getattr(config.experts, setting.name) != setting.default:
-                raise ConfigError(f"experts.{setting.name}", f"has no effect, because {name} has no experts")
-    if config.experts.bias_rate:
-        if not any(isinstance(module, CorrectedRouter) for module in model.modules()):
-            raise ConfigError("experts.bias_rate", f"has no effect, because the routers of {name} have no correction")
-        if config.lora.rank:
-            message = "must be 0 with [lora] rank: the correction belongs to the base model, which is frozen"
-            raise ConfigError("experts.bias_rate", message)
 
 
 def _check_stages(config: Config, plan: ParallelPlan, stages: list[Stage], trained: TrainedParameters) -> None:
@@ -221,10 +210,8 @@ def require_profiled_step(config: ProfilingConfig, steps: int) -> None:
         raise ConfigError("profiling.first_step", f"exceeds [training] steps = {steps}")
 
 
-def _check_profiling(config: ProfilingConfig, world_size: int, on_gpu: bool) -> None:
-    """Raise ConfigError if no rank or device of the run can be profiled as configured."""
-    if config.memory_snapshot and not on_gpu:
-        raise ConfigError("profiling.memory_snapshot", "needs a GPU")
+def _check_profiled_rank(config: ProfilingConfig, world_size: int) -> None:
+    """Raise ConfigError if the run does not have the rank to profile."""
     if config.rank != "all" and config.rank >= world_size:
         raise ConfigError("profiling.rank", f"must be below the number of ranks, {world_size}")
 

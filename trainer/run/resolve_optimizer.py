@@ -54,7 +54,7 @@ def resolve_optimizer(
     num_trained = sum(p.numel() for p in tensors.values())
     biases = {n for n in trained.fully if is_bias(model, n)}
     muon_matrices = _muon_matrices(model, plan)
-    width_ratio = _width_ratio(config, sizes, plan, name)
+    width_ratio = _width_ratio(config, sizes, name)
     kinds = {n: width_kind(model, n) for n in tensors if width_ratio != 1}
     others = _untrained(model, trained)
     groups = resolve_groups(config, tensors, biases, muon_matrices, others, kinds, width_ratio)
@@ -91,16 +91,10 @@ def _fingerprint(config: OptimizerConfig, groups: Collection[Group], muon_matric
     return fingerprint
 
 
-def _width_ratio(config: OptimizerConfig, sizes: Any, plan: ParallelPlan, name: str) -> float:
-    """Return the width at which rates were tuned, divided by that of the model. Raises ConfigError if initial values and rates
-    cannot follow the width. name: of the model."""
+def _width_ratio(config: OptimizerConfig, sizes: Any, name: str) -> float:
+    """Return the width at which rates were tuned, divided by that of the model `name`. Raises ConfigError if it is too small."""
     if config.base_width is None:
         return 1.0
-    if plan.tied:
-        message = (
-            "at larger widths, the output needs smaller values and rates, the embedding does not; they share a matrix"
-        )
-        raise ConfigError("optimizer.base_width", f"needs [model] overrides.tied_embeddings = false: {message}")
     least = -(-sizes.dim // sizes.n_heads)
     if config.base_width < least:
         message = f"must be at least {least}, the width of {name} with one head instead of {sizes.n_heads}"

@@ -12,7 +12,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from trainer.base.config import ConfigError, TrainingConfig
+from trainer.base.config import ConfigError
+from trainer.base.config.schema.condition import Fact, Known
+from trainer.base.config.schema.facts import FLOAT8_DEVICE, FLOAT8_GPU
 from trainer.base.config.schema.run import DeviceChoice
 from trainer.base.system import console
 from trainer.base.system.process import cores, local_rank, spins
@@ -88,31 +90,18 @@ def require_enough_gpus(choice: DeviceChoice, ranks: int) -> None:
         raise ConfigError("", message)
 
 
-def require_devices(choice: DeviceChoice, ranks: int, config: TrainingConfig) -> None:
-    """Raise ConfigError if this node cannot run this number of ranks."""
-    require_enough_gpus(choice, ranks)
-    require_products(choice, config)
-
-
-def require_products(choice: DeviceChoice, config: TrainingConfig) -> None:
-    """Raise ConfigError if the devices of this node cannot compute the matrix products of a run. Plans, which may be made on
-    another node, do not call this function."""
-    if config.float8 == "none":
-        return
-    if choice == "cpu" or not gpu_count():
+def float8_facts(choice: DeviceChoice) -> dict[Fact, Known]:
+    """Return what is known of the products in float8 of this node. Plans, which may be made on another node, have other facts."""
+    on_gpu = choice != "cpu" and gpu_count() > 0
+    missing = ""
+    if not on_gpu:
         if torch.__version__ < (2, 13):  # It has only the slow product that float8.multiply avoids.
-            message = f"needs torch >= 2.13 on a CPU, but {torch.__version__} is installed"
-            raise ConfigError("training.float8", message)
-        return
-    if torch.version.hip:
-        message = "has been written for the formats of NVIDIA's GPUs (e4m3fn, e5m2), which this GPU of AMD may not have"
-        raise ConfigError("training.float8", message)
-    if torch.cuda.get_device_capability() < (8, 9):
-        name = torch.cuda.get_device_name()
-        message = f"{name} has no products in float8; GPUs of NVIDIA have them since Ada and Hopper"
-        raise ConfigError("training.float8", message)
-    if config.compute_dtype != "bf16":
-        raise ConfigError("training.float8", "needs [training] compute_dtype = bf16 on a GPU")
+            missing = f"on a CPU, torch >= 2.13 has them, but {torch.__version__} is installed"
+    elif torch.version.hip:
+        missing = "formats of NVIDIA's GPUs (e4m3fn, e5m2) are used, which this GPU of AMD may not have"
+    elif torch.cuda.get_device_capability() < (8, 9):
+        missing = f"{torch.cuda.get_device_name()} has none; GPUs of NVIDIA have them since Ada and Hopper"
+    return {FLOAT8_DEVICE: Known(not missing, missing), FLOAT8_GPU: Known(on_gpu)}
 
 
 def communication_backend(device: torch.device) -> str:

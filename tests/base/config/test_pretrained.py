@@ -225,9 +225,8 @@ ERRORS = {
     ("--from",): "--from: expects a value",
     ("--form", "x"): "--form: unknown setting; did you mean '--from'?",
     ("--from", "{folder}/published", "--model.revision", "v1"): (
-        "--model.revision v1: has an effect only with a model of the Hub, but {folder}/published is a path"
+        "--model.revision v1: is incompatible with a path as [model] pretrained: only models of the Hub have revisions"
     ),
-    ("--model.revision", "v1"): "--model.revision v1: has an effect only with [model] pretrained",
     ("--from", "{folder}/published", "--tokenizer.pattern", "qwen2"): (
         "--tokenizer.pattern qwen2: has an effect only with [tokenizer] backend = tiktoken"
     ),

@@ -104,8 +104,6 @@ COMBINATIONS = {
     "--training.global_batch_size 6": (
         "--training.global_batch_size 6: must be a multiple of local_batch_size 4 x 4 data-parallel ranks = 16"
     ),
-    "--parallel.ep 3": "--parallel.ep 3: must be 1, because llama3/debug has no experts",
-    "--experts.balance_loss 0.1": "--experts.balance_loss 0.1: has no effect, because llama3/debug has no experts",
     "--model.name olmoe --parallel.ep 3": (
         "--parallel.ep 3: must divide dp_shard 4 x cp 1 x tp 1 = 4: these ranks share the experts"
     ),
@@ -114,9 +112,6 @@ COMBINATIONS = {
     ),
     "--model.name olmoe --parallel.tp 4 --training.seq_len 130": (
         "--parallel.tp 4: must divide seq_len 130: the tp ranks route different tokens"
-    ),
-    "--model.name olmoe --experts.bias_rate 0.001": (
-        "--experts.bias_rate 0.001: has no effect, because the routers of olmoe/debug have no correction"
     ),
     "--model.name olmoe --model.overrides.experts_per_token 9": (
         "--model.overrides.experts_per_token 9: experts_per_token 9 must be at most n_experts 8"
@@ -176,9 +171,6 @@ COMBINATIONS = {
         "--parallel.tp 4: must divide seq_len 130; or set sequence_parallel = false"
     ),
     "--parallel.cp 4 --training.seq_len 132": "--parallel.cp 4: 2 x cp = 8 must divide seq_len 132",
-    "--parallel.pp 2 --model.overrides.tied_embeddings true": (
-        "--parallel.pp 2: must be 1 with tied embeddings, because two stages would share them"
-    ),
     "--parallel.pp 4 --model.overrides.n_layers 3": (
         "--parallel.pp 4: makes 4 stages (4 ranks x 1 per rank), but the model has only 3 blocks"
     ),
@@ -208,28 +200,6 @@ COMBINATIONS = {
     "--parallel.pp 2 --parallel.pipeline_schedule LoopedBFS --parallel.pipeline_stages_per_rank 1": (
         "--parallel.pipeline_stages_per_rank 1: LoopedBFS needs 2 or more stages per rank"
     ),
-    "--parallel.pp 2 --parallel.pipeline_schedule ZBVZeroBubble --compile.enabled true": (
-        "--parallel.pipeline_schedule ZBVZeroBubble: computes gradients of inputs and weights separately, which "
-        "torch.compile does not support"
-    ),
-    "--parallel.pp 2 --parallel.pipeline_schedule DualPipeV --parallel.reshard_after_forward always": (
-        "--parallel.reshard_after_forward always: must be 'default' or 'never' when DualPipeV is used"
-    ),
-    "--parallel.pp 2 --parallel.pipeline_schedule ZBVZeroBubble --activation_checkpoint.mode selective": (
-        "--activation_checkpoint.mode selective: cannot be combined with ZBVZeroBubble, which traverses the backward graph twice"
-    ),
-    "--parallel.pp 2 --training.reduce_every_microbatch true": (
-        "--training.reduce_every_microbatch true: cannot be combined with pp > 1, because a pipeline reduces "
-        "gradients once per step"
-    ),
-    "--activation_checkpoint.mode budget": (
-        "--activation_checkpoint.mode budget: needs [compile] enabled = true to apply the budget"
-    ),
-    "--parallel.tp 2 --parallel.async_tensor_parallel true --run.device cpu": (
-        "--parallel.async_tensor_parallel true: needs [compile] enabled = true and GPUs"
-    ),
-    "--parallel.tp 2 --parallel.async_tensor_parallel true --run.device cpu --parallel.sequence_parallel false "
-    "--compile.enabled true": "--parallel.async_tensor_parallel true: needs sequence_parallel = true and GPUs",
 }
 
 
@@ -249,9 +219,8 @@ def test_a_schedule_that_splits_backward_needs_a_recent_torch(monkeypatch, name)
     monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0"))
     with pytest.raises(ConfigError) as error:
         resolve(config, world_size=2)
-    assert config.explain(error.value) == (
-        f"--parallel.pipeline_schedule {name}: needs torch >= 2.13, but 2.11.0 is installed"
-    )
+    line = f"--parallel.pipeline_schedule {name}: needs torch >= 2.13 (2.11.0 is installed): "
+    assert config.explain(error.value).startswith(line)
 
 
 @pytest.mark.parametrize(

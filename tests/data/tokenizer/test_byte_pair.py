@@ -107,12 +107,6 @@ def test_a_pattern_that_would_lose_text_is_rejected(tmp_path, pattern, message):
     assert (error.value.key, error.value.message) == ("tokenizer.pattern", message)
 
 
-def test_a_pattern_has_an_effect_only_with_a_tiktoken_file():
-    with pytest.raises(ConfigError) as error:
-        load_config(["--tokenizer.pattern", "gpt2"])
-    assert str(error.value) == "--tokenizer.pattern gpt2: has an effect only with [tokenizer] backend = tiktoken"
-
-
 def test_an_unknown_tiktoken_file_is_a_warning_until_the_pattern_is_set(tmp_path):
     path = tiktoken_file(tmp_path, 1700)
     tokenizer = load(path)

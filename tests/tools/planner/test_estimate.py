@@ -1,13 +1,13 @@
 """Margins, the description of the peak, and remedies, with simulations that are given instead of run."""
 
-from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
-from trainer.base.config import ConfigError, TrainingConfig
 from trainer.base.config.load import load_config
+from trainer.base.config.schema.condition import Known
+from trainer.base.config.schema.facts import FLOAT8_DEVICE, FLOAT8_GPU
 from trainer.base.system.units import GIB
 from trainer.run.resolve import resolve
 from trainer.runtime.accelerators import ACCELERATORS
@@ -50,20 +50,15 @@ def test_the_margin_is_for_fragmentation_and_for_compiled_blocks_without_recompu
 
 
 @pytest.mark.parametrize(
-    ("device", "values", "message"),
-    [
-        ("NVIDIA H100 80GB HBM3", {}, ""),
-        ("NVIDIA A100-SXM4-80GB", {"float8": "none"}, ""),
-        ("NVIDIA A100-SXM4-80GB", {}, "the device has no products in these formats; h100, h100-pcie, h100-nvl, "),
-        ("AMD Instinct MI300X", {}, "the device has no products in these formats; h100, "),
-        ("NVIDIA H100 80GB HBM3", {"compute_dtype": "fp32"}, "needs [training] compute_dtype = bf16 on a GPU"),
-    ],
+    ("device", "has_them"),
+    [("NVIDIA H100 80GB HBM3", True), ("NVIDIA A100-SXM4-80GB", False), ("AMD Instinct MI300X", False)],
 )
-def test_a_run_with_float8_is_planned_for_devices_with_such_products(device, values, message):
-    config = TrainingConfig(**({"float8": "tensorwise"} | values))
-    with pytest.raises(ConfigError) if message else nullcontext() as error:
-        Hardware(1, ACCELERATORS[device]).require_products(config)
-    assert not message or (error.value.key, error.value.message[: len(message)]) == ("training.float8", message)
+def test_a_plan_knows_devices_with_products_in_float8(device, has_them):
+    known = Hardware(1, ACCELERATORS[device]).facts()
+    assert known[FLOAT8_DEVICE].holds == has_them and known[FLOAT8_DEVICE].detail.startswith(
+        "h100, h100-pcie, h100-nvl, "
+    )
+    assert known[FLOAT8_GPU] == Known(True)
 
 
 def test_runs_that_leave_the_margin_come_first_then_tight_ones_then_those_that_do_not_fit():

@@ -7,14 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from trainer.base.config import compatibility
 from trainer.base.config.errors import ConfigError
 from trainer.base.config.fields import settings
 from trainer.base.config.flags import parse_argv, settings_of_flags
 from trainer.base.config.pretrained import with_pretrained, with_tokenizer_backend
 from trainer.base.config.required_files import FILE_SECTIONS, require_files
-from trainer.base.config.rules import check_combinations
 from trainer.base.config.schema.config import Config
 from trainer.base.config.toml_file import DEFAULT_CONFIG, settings_of_file
+from trainer.base.config.value_rules import check_values
 
 
 def load_config(argv: Sequence[str], check_files: Collection[str] = FILE_SECTIONS, with_weights: bool = True) -> Config:
@@ -48,7 +49,8 @@ def load_config(argv: Sequence[str], check_files: Collection[str] = FILE_SECTION
     config = Config(**sections, origins=origins)
     try:
         config = with_tokenizer_backend(with_pretrained(config, check_files, with_weights))
-        check_combinations(config)
+        check_values(config)
+        compatibility.check(config)
         require_files(config, check_files)
     except ConfigError as error:
         raise ConfigError("", config.explain(error)) from None

@@ -159,8 +159,6 @@ def _is_on_command_line(config: Config, key: str) -> bool:
 
 def _require_local(config: Config) -> None:
     source = config.model.pretrained
-    if config.model.revision:
-        raise ConfigError("model.revision", f"has an effect only with a model of the Hub, but {source} is a path")
     if os.path.isfile(source):
         raise ConfigError(SETTING, "is a file, not a folder; name the folder that contains it")
     if not os.path.exists(path := split_best(source)[0]):

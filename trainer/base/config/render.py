@@ -7,6 +7,7 @@ from pathlib import Path
 
 import tomli
 
+from trainer.base.config.compatibility import ROWS, restrictions
 from trainer.base.config.errors import ConfigError
 from trainer.base.config.fields import Setting, settings, type_name
 from trainer.base.config.foreign import FOREIGN, PROJECTS
@@ -77,10 +78,9 @@ def _limits(setting: Setting) -> str:
         f"above {c.exclusive_min}": c.exclusive_min is not None,
         f"at most {c.max}": c.max is not None,
         "fixed on resume": c.fixed_on_resume,
-        f"only with {c.only_with}": c.only_with,
-        f"used with {c.used_with}": c.used_with,
     }
-    return ", ".join(text for text, applies in limits.items() if applies)
+    conditions = [f"used with {c.used_with.text}"] if c.used_with else []
+    return ", ".join([*(text for text, applies in limits.items() if applies), *restrictions(setting.key), *conditions])
 
 
 def _type(setting: Setting) -> str:
@@ -118,6 +118,19 @@ def settings_as_markdown() -> str:
         for s in members:
             cells = (f"`{s.name}`", _type(s), f"`{toml_value(s.default)}`", _limits(s), s.doc)
             lines.append("| " + " | ".join(c.replace("|", "\\|") for c in cells) + " |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def compatibility_as_markdown() -> str:
+    """Return the tables of docs/compatibility.md."""
+    lines = []
+    for title, verb, excludes in (("Refused together", "does not work with", True), ("Required", "needs", False)):
+        lines += [f"## {title}", "", f"| this | {verb} | because |", "|---|---|---|"]
+        for row in ROWS:
+            given = "" if row.given is None else f" (with {row.given.text})"
+            if row.excludes == excludes:
+                lines.append(f"| {row.first.text}{given} | {row.second.text} | {row.reason} |")
         lines.append("")
     return "\n".join(lines)
 

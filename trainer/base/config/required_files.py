@@ -6,7 +6,6 @@ from collections.abc import Collection
 
 from trainer.base.config.errors import ConfigError
 from trainer.base.config.packages import is_installed
-from trainer.base.config.rules import datasets_of
 from trainer.base.config.schema.config import Config
 from trainer.base.system.files import folder_error
 from trainer.base.system.paths import exists, is_dataset_name, split_best
@@ -37,7 +36,7 @@ def require_files(config: Config, sections: Collection[str]) -> None:
             raise ConfigError(
                 "metrics.sinks", f"needs the package {package}: pip install -e '.[{package}]' in the clone"
             )
-    for key, reader, path in datasets_of(config):
+    for key, reader, path in config.datasets():
         is_checked = key.partition(".")[0] in sections and reader in _FILE_READERS
         if path and is_checked and not exists(path) and not (reader in _NAME_READERS and is_dataset_name(path)):
             message = "no file matches the pattern" if glob.has_magic(path) else "no such file or folder"

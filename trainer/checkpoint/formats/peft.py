@@ -13,7 +13,6 @@ from models.moe import is_stack
 from models.sizes import text_of
 from models.spec import ModelSpec, meta_model
 from trainer.adapters.select import LORA_A, LORA_B, TrainedParameters, adaptable_weights, matrices_of, weight_of
-from trainer.base.config import ConfigError
 from trainer.checkpoint.commit import Tensors, require_match
 from trainer.checkpoint.formats.huggingface_files import file_inside, open_tensors, read_object
 from trainer.checkpoint.formats.streaming import layer_order
@@ -128,11 +127,9 @@ def last_word(module: str) -> str:
     return module.rpartition(".")[2]
 
 
-def require_peft_support(names: PeftNames, trained: TrainedParameters, key: str = "") -> None:
-    """Raise ConfigError if peft cannot train these parameters without training others. key: setting that requires peft's format,
-    or "" for a command."""
-    if problem := names.unsupported(trained.fully) or names.unsupported_adapters(trained.adapted):
-        raise ConfigError(key, f"{problem}; scripts/convert_hf.py merge writes the complete model")
+def unsupported_by_peft(names: PeftNames, trained: TrainedParameters) -> str:
+    """Return why peft cannot train these parameters without training others, or ""."""
+    return names.unsupported(trained.fully) or names.unsupported_adapters(trained.adapted)
 
 
 def peft_settings(folder: Path) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from models.huggingface import TEXT_MODEL
 from trainer.adapters.select import matrices_of
+from trainer.base.config import ConfigError
 from trainer.base.system.files import atomic_folder
 from trainer.checkpoint.formats.adapter import Adapter
 from trainer.checkpoint.formats.peft import (
@@ -19,7 +20,7 @@ from trainer.checkpoint.formats.peft import (
     PeftNames,
     last_word,
     module_of,
-    require_peft_support,
+    unsupported_by_peft,
 )
 from trainer.checkpoint.formats.streaming import layer_order
 from trainer.checkpoint.formats.tokenizer_files import exported_files
@@ -30,7 +31,8 @@ def write_peft(adapter: Adapter, out: Path) -> None:
     """Write an adapter with its tokenizer and chat template. Replaces `out`. Raises CorruptError or ConfigError."""
     weights = adapter.weights
     names = PeftNames(weights.spec, weights.sizes, adapter.text_model)
-    require_peft_support(names, adapter.trained)
+    if problem := unsupported_by_peft(names, adapter.trained):
+        raise ConfigError("", f"{problem}; scripts/convert_hf.py merge writes the complete model")
     files, export = exported_files(weights), _Export.of(adapter, names)
     with atomic_folder(out) as folder:
         entries = [*export.adapters(), *export.fully_trained()]

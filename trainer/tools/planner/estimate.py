@@ -3,7 +3,9 @@
 from dataclasses import dataclass
 from functools import cached_property
 
-from trainer.base.config import Config, ConfigError, TrainingConfig
+from trainer.base.config import Config, ConfigError, compatibility
+from trainer.base.config.schema.condition import Fact, Known
+from trainer.base.config.schema.facts import FLOAT8_DEVICE, FLOAT8_GPU, PLANNED
 from trainer.base.system.process import cores, meminfo
 from trainer.base.system.units import GIB
 from trainer.run.resolve import ResolvedRun, resolve
@@ -51,15 +53,11 @@ class Hardware:
         """Number of bytes of device memory that the allocator can use."""
         return self.accelerator.memory_gib * GIB - self.reserved_bytes
 
-    def require_products(self, config: TrainingConfig) -> None:
-        """Raise ConfigError if the device cannot compute the products of a run."""
-        if config.float8 != "none" and "fp8" not in self.accelerator.flops:
-            able = [name for name, full in SHORT_NAMES.items() if "fp8" in ACCELERATORS[full].flops]
-            raise ConfigError(
-                "training.float8", f"the device has no products in these formats; {', '.join(able)} have them"
-            )
-        if config.float8 != "none" and config.compute_dtype != "bf16" and self.is_gpu:
-            raise ConfigError("training.float8", "needs [training] compute_dtype = bf16 on a GPU")
+    def facts(self) -> dict[Fact, Known]:
+        """Return what the compatibility table asks about the device."""
+        able = [name for name, full in SHORT_NAMES.items() if "fp8" in ACCELERATORS[full].flops]
+        has_float8 = Known("fp8" in self.accelerator.flops, f"{', '.join(able)} have them")
+        return {FLOAT8_DEVICE: has_float8, FLOAT8_GPU: Known(self.is_gpu)}
 
 
 @dataclass(frozen=True)
@@ -180,11 +178,7 @@ def estimate(config: Config, hardware: Hardware, expert_imbalance: float = 0.0) 
     Raises:
         ConfigError: The configuration cannot run or cannot be simulated.
     """
-    if config.activation_checkpoint.mode == "budget":
-        raise ConfigError(
-            "activation_checkpoint.mode", "cannot be planned, because the compiler selects the activations to save"
-        )
-    hardware.require_products(config.training)
+    compatibility.check(config, hardware.facts() | {PLANNED: Known(True)})
     resolved = resolve(without_compiler(config), hardware.world_size)
     check_imbalance(expert_imbalance, resolved)
     jobs = [(config, rank) for rank in representative_ranks(resolved)]

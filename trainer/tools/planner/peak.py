@@ -5,7 +5,6 @@ from contextlib import suppress
 from dataclasses import replace
 
 from trainer.base.config import ConfigError
-from trainer.base.config.rules import check_combinations
 from trainer.base.system.units import GIB
 from trainer.run.resolve import resolve
 from trainer.tools.planner.estimate import RunEstimate
@@ -99,7 +98,6 @@ def _can_run(estimate: RunEstimate, key: str, value: bool | int | str) -> bool:
     config = without_compiler(estimate.config)
     changed = replace(config, **{section: replace(getattr(config, section), **{name: value})})
     with suppress(ConfigError):
-        check_combinations(changed)
         resolve(changed, estimate.hardware.world_size)
         return True
     return False

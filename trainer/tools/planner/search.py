@@ -10,8 +10,7 @@ from typing import Any
 from models.moe import is_stack
 from models.sizes import MixtureSizes, PartlySparseSizes
 from models.spec import meta_model
-from trainer.base.config import Config, ConfigError
-from trainer.base.config.rules import check_combinations
+from trainer.base.config import Config, ConfigError, compatibility
 from trainer.base.config.toml_text import toml_value
 from trainer.base.system.console import Progress, progress
 from trainer.base.system.process import cores
@@ -73,7 +72,7 @@ def _powers_of_two(limit: int) -> list[int]:
 def candidates(config: Config, hardware: Hardware) -> list[Candidate]:
     """Return every legal layout with every mode of activation checkpointing. tp is at most a node's size; cp is as configured; ep
     is 1 for a model without experts."""
-    hardware.require_products(config.training)
+    compatibility.check(config, hardware.facts())
     limit_tp = min(hardware.accelerator.gpus_per_node, hardware.world_size)
     _, sizes = resolve_model(config.model)
     n_experts = sizes.n_experts if isinstance(sizes, MixtureSizes) else 1
@@ -87,7 +86,6 @@ def candidates(config: Config, hardware: Hardware) -> list[Candidate]:
             sections = {section: replace(getattr(config, section), **values) for section, values in settings.items()}
             changed = replace(config, **sections)
             with suppress(ConfigError):
-                check_combinations(changed)
                 resolved = resolve(without_compiler(changed), hardware.world_size)
                 if not (reduce_every and resolved.grad_accum == 1):  # equal to the layout without reduce_every
                     found.append(Candidate(settings, changed, resolved))

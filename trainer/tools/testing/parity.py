@@ -24,9 +24,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from models.sizes import MixtureSizes
-from trainer.base.config import Config, ConfigError
+from trainer.base.config import Config, ConfigError, compatibility
 from trainer.base.config.fields import settings
 from trainer.base.config.load import load_config
+from trainer.base.config.schema.condition import Known
+from trainer.base.config.schema.facts import TRANSFORMERS
 from trainer.base.config.toml_text import toml_value
 from trainer.base.system.files import read_json_lines
 from trainer.build import build_trainer
@@ -201,18 +203,10 @@ class Runs:
                 raise ConfigError("", f"--{key} {value}: only --layout 'name=value ...' can set [{section}]")
         self.folder = folder
         config = load_config(argv)
-        if with_transformers and (config.lora.rank is not None or config.preference.enabled):
-            message = "has no adapters and no preference losses; remove [lora] rank and [preference] loss"
-            raise ConfigError("", f"--reference transformers: {message}, or compare with one rank")
-        if with_transformers and (config.experts.balance_loss or config.experts.z_loss):
-            message = "transformers defines the losses of routers otherwise"
-            key = "experts.balance_loss" if config.experts.balance_loss else "experts.z_loss"
-            raise ConfigError(
-                "", config.explain(ConfigError(key, f"must be 0 with --reference transformers: {message}"))
-            )
-        if with_transformers and config.training.float8 != "none":
-            error = ConfigError("training.float8", "must be none with --reference transformers, which has no float8")
-            raise ConfigError("", config.explain(error))
+        try:
+            compatibility.check(config, {TRANSFORMERS: Known(with_transformers)})
+        except ConfigError as error:
+            raise ConfigError("", config.explain(error)) from None
         defaults = {
             key: toml_value(setting.default).strip('"')
             for key, setting in settings().items()

@@ -3,10 +3,11 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
+from trainer.base.config.schema.condition import When
 from trainer.base.config.schema.constraint import Constraint, StepsOrZero
 
-SAVING = Constraint(used_with="[checkpoint] enabled")
-INITIALIZED = Constraint(only_with="[checkpoint] init_from")
+SAVING = Constraint(used_with=When("checkpoint.enabled"))
+INITIALIZED = Constraint(only_with=(When("checkpoint.init_from"),))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,15 +19,15 @@ class CheckpointConfig:
     async_mode: Annotated[Literal["off", "thread"], SAVING] = "off"
     """Method of writing checkpoints. "off": training waits until a checkpoint is written. "thread": training waits only
     for a copy to host memory, which a thread then writes in the background."""
-    keep: Annotated[int, Constraint(min=0, max=10**9, unit="checkpoints", used_with="[checkpoint] enabled")] = 0
+    keep: Annotated[int, Constraint(min=0, max=10**9, unit="checkpoints", used_with=When("checkpoint.enabled"))] = 0
     """Number of the latest complete checkpoints to keep. Each save deletes older checkpoints. 0: keep all checkpoints."""
-    keep_interval_steps: Annotated[StepsOrZero, Constraint(used_with="[checkpoint] keep > 0")] = 0
+    keep_interval_steps: Annotated[StepsOrZero, Constraint(used_with=When("checkpoint.keep"))] = 0
     """Checkpoints whose step is a multiple of this number are kept in addition to the `keep` latest ones. 0: keep no others."""
     on_failure: Annotated[Literal["continue", "stop"], SAVING] = "continue"
     """Action after a failed save (for example, on a full disk). "continue": log a warning and save again at the next interval;
     "stop": end the run. In both cases, the last save of a run must succeed."""
     load_step: Annotated[
-        int | Literal["best"], Constraint(min=0, max=10**12, unit="steps", only_with="[checkpoint] enabled")
+        int | Literal["best"], Constraint(min=0, max=10**12, unit="steps", only_with=(When("checkpoint.enabled"),))
     ] = 0
     """Step to roll back to, or "best": that of the best checkpoint. The first start with this value moves the run's newer
     checkpoints to discarded-N/. 0: resume from the latest checkpoint."""
@@ -39,14 +40,20 @@ class CheckpointConfig:
     """Whether to accept weights with a smaller vocabulary. New embedding and output rows become the mean of the loaded rows."""
     init_exclude: Annotated[tuple[str, ...], INITIALIZED] = ()
     """Names of parameters that are initialized randomly, not loaded from init_from. Examples: output.weight, layers.7.*."""
-    export_huggingface: Annotated[bool, Constraint(only_with="[checkpoint] enabled")] = False
+    export_huggingface: Annotated[bool, Constraint(only_with=(When("checkpoint.enabled"),))] = False
     """Whether to also write the model to the run folder in Hugging Face format after the last step; with [lora] rank, only the
     adapter, in the format of the package peft."""
     export_averaged: Annotated[
-        bool, Constraint(only_with="[checkpoint] export_huggingface and [optimizer] ema_decay")
+        bool,
+        Constraint(
+            only_with=(
+                When("checkpoint.export_huggingface"),
+                When("optimizer.ema_decay"),
+            )
+        ),
     ] = False
     """Whether export_huggingface writes the averaged weights."""
-    export_checkpoint: Annotated[Literal["last", "best"], Constraint(only_with="[checkpoint] export_huggingface")] = (
-        "last"
-    )
+    export_checkpoint: Annotated[
+        Literal["last", "best"], Constraint(only_with=(When("checkpoint.export_huggingface"),))
+    ] = "last"
     """Checkpoint that export_huggingface writes: that of the last step, or the best one by [evaluation] keep_best_on."""

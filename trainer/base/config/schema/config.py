@@ -1,6 +1,6 @@
 """The configuration of a run: its sections, each of which is declared in a module beside this one."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -52,6 +52,14 @@ class Config:
         """Return the value of a setting. key: "section.name", or "section.table.entry" for the complete table."""
         section, name = key.split(".")[:2]
         return getattr(getattr(self, section), name)
+
+    def datasets(self) -> Iterator[tuple[str, str, str]]:
+        """Yield (setting, type, path) of each dataset."""
+        yield "data.path", self.data.dataset, self.data.path
+        for table in ("data.datasets", "evaluation.datasets"):
+            for name, text in self.value(table).items():
+                type_, _, path = text.partition(":")
+                yield f"{table}.{name}", type_, path
 
     def explain(self, error: ConfigError) -> str:
         """Return the error line for the user: the origin of the value, then the broken rule."""

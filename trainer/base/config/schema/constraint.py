@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Annotated
 
+from trainer.base.config.schema.condition import Condition
+
 
 @dataclass(frozen=True, kw_only=True)
 class Constraint:
@@ -20,9 +22,9 @@ class Constraint:
     """Whether a text may contain line breaks and tabs."""
     free_keys: bool = False
     """Whether the keys of the table may be any printable text."""
-    only_with: str = ""
-    """Conditions under which the setting may differ from its default, joined by "and". `_holds` in rules.py lists their forms."""
-    used_with: str = ""
+    only_with: tuple[Condition, ...] = ()
+    """Conditions under which the setting may differ from its default. Each is a row of the table in compatibility.py."""
+    used_with: Condition | None = None
     """Condition under which the setting has an effect. Otherwise the setting is ignored without an error."""
 
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
+from trainer.base.config.schema.condition import Dataset, When
 from trainer.base.config.schema.constraint import FIXED, PER_NODE, Constraint, Count, CountOrZero
 
 MESSAGE_COLUMNS = ("role", "content")
@@ -31,41 +32,39 @@ class DataConfig:
             "preference",
             "prepared",
         ],
-        Constraint(only_with="empty [data] datasets"),
+        Constraint(only_with=(When("data.datasets", negated=True),)),
     ] = "python_stdlib"
     """Type of dataset: the source code of Python's standard library, text files, texts in JSON, Parquet or CSV files or in a
     Hugging Face dataset, token files, conversations or preference pairs in any of these formats, or prepared token stores."""
-    path: Annotated[
-        str, PER_NODE, Constraint(only_with="empty [data] datasets and [data] dataset != python_stdlib")
-    ] = ""
+    path: Annotated[str, PER_NODE, Constraint(only_with=(When("data.datasets", negated=True),))] = ""
     """A file, a folder, a glob pattern, a file that lists such paths (NAME.manifest), or the name of a Hugging Face dataset."""
     datasets: Annotated[Mapping[str, str], PER_NODE] = field(default_factory=dict)
     """Named datasets that replace `dataset` and `path`: datasets = { web = "jsonl:/data/*.jsonl", code = "text:/data/code" }."""
-    mixture: Annotated[tuple[str, ...], Constraint(only_with="[data] datasets")] = ()
+    mixture: Annotated[tuple[str, ...], Constraint(only_with=(When("data.datasets"),))] = ()
     """Dataset weights. Each entry applies from its sample index on: ["0: web=0.7 code=0.3", "1000000: web=0.2 code=0.8"].
     Empty: all datasets have equal weights. When a run resumes, entries that it has not reached yet may be changed."""
-    text_field: Annotated[str, Constraint(only_with="a jsonl, parquet, csv or huggingface dataset")] = "text"
+    text_field: Annotated[str, Constraint(only_with=(Dataset(("jsonl", "parquet", "csv", "huggingface")),))] = "text"
     """Name of the JSON field or table column that contains the document."""
-    columns: Annotated[Mapping[str, str], Constraint(only_with="a chat or preference dataset")] = field(
+    columns: Annotated[Mapping[str, str], Constraint(only_with=(Dataset(("chat", "preference")),))] = field(
         default_factory=dict
     )
     """Names of fields in the data: columns = { question = "query", answer = "reply" } reads the field query as question. They may
     be fields of documents (messages, conversations, prompt, completion, instruction, input, output, question, answer, chosen,
     rejected, system, tools) or of messages (role, content)."""
-    subset: Annotated[str, Constraint(only_with="a huggingface, chat or preference dataset")] = ""
+    subset: Annotated[str, Constraint(only_with=(Dataset(("huggingface", "chat", "preference")),))] = ""
     """Name of the configuration to use, if a Hugging Face dataset has several."""
-    split: Annotated[str, Constraint(only_with="a huggingface, chat or preference dataset")] = "train"
+    split: Annotated[str, Constraint(only_with=(Dataset(("huggingface", "chat", "preference")),))] = "train"
     """Name of the split to use, if a Hugging Face dataset has several."""
-    token_dtype: Annotated[Literal["uint16", "uint32"], Constraint(only_with="a tokens dataset")] = "uint16"
+    token_dtype: Annotated[Literal["uint16", "uint32"], Constraint(only_with=(Dataset(("tokens",)),))] = "uint16"
     """Integer type of the tokens in a .bin file that has no .idx file."""
     on_bad_document: Literal["skip", "stop"] = "skip"
     """Action for an unreadable document. "skip": drop it and record it in the store; "stop": fail on the first such document."""
     max_bad_documents: Annotated[
-        int, Constraint(min=0, max=10**15, unit="documents", used_with="[data] on_bad_document = skip")
+        int, Constraint(min=0, max=10**15, unit="documents", used_with=When("data.on_bad_document", ("skip",)))
     ] = 1000
     """Maximum number of unreadable documents that preparation skips. If there are more, preparation fails."""
     max_bad_documents_percent: Annotated[
-        float, Constraint(min=0, max=100, unit="percent", used_with="[data] on_bad_document = skip")
+        float, Constraint(min=0, max=100, unit="percent", used_with=When("data.on_bad_document", ("skip",)))
     ] = 1.0
     """Maximum share of unreadable documents among all documents of a dataset, and of damaged files among its files. If a
     dataset exceeds this share, preparation fails."""
@@ -75,18 +74,18 @@ class DataConfig:
     """Fraction of documents to hold out for evaluation. They are selected by a hash of their content. If the hash selects none or
     all of a few documents, this share of the tokens, the last ones, is held out instead. With dataset = "prepared", the store
     keeps the fraction with which it was prepared."""
-    chat_template: Annotated[str, Constraint(only_with="a chat or preference dataset")] = "llama3"
+    chat_template: Annotated[str, Constraint(only_with=(Dataset(("chat", "preference")),))] = "llama3"
     """Format of conversations: a shipped template, such as "llama3" (docs/chat.md), or a path (.jinja file or model folder)."""
-    allowed_special: Annotated[tuple[str, ...], Constraint(only_with="a chat or preference dataset")] = ()
+    allowed_special: Annotated[tuple[str, ...], Constraint(only_with=(Dataset(("chat", "preference")),))] = ()
     """Special tokens that are recognized inside message text. Other special tokens are plain text there."""
-    ignored_fields: Annotated[tuple[str, ...], Constraint(only_with="a chat or preference dataset")] = ()
+    ignored_fields: Annotated[tuple[str, ...], Constraint(only_with=(Dataset(("chat", "preference")),))] = ()
     """Names of fields that are removed from documents and messages. Any other field that neither the format nor the template uses
     makes a document bad if it may change what is trained on; otherwise it is ignored, and counted in the summary."""
     packing: Annotated[Literal["wrapped", "best-fit", "none"], FIXED] = "wrapped"
     """Assignment of documents to samples. "wrapped": concatenate all documents and split the result every seq_len tokens.
     "best-fit": fill samples with complete documents. "none": one document per sample. The last two pad samples to seq_len."""
     long_documents: Annotated[
-        Literal["split", "truncate", "drop"], FIXED, Constraint(only_with="[data] packing = best-fit or none")
+        Literal["split", "truncate", "drop"], FIXED, Constraint(only_with=(When("data.packing", ("best-fit", "none")),))
     ] = "split"
     """Action for a document longer than a sample. "split": divide it; "truncate": keep its beginning; "drop": skip it."""
     document_mask: Annotated[bool, FIXED] = False
@@ -95,7 +94,7 @@ class DataConfig:
     """Whether to shuffle the samples in each epoch. The order depends on seed and epoch. false: samples keep the store order."""
     num_workers: Annotated[CountOrZero, PER_NODE] = 0
     """Number of processes per rank that load samples in the background; 0: the training process loads the samples."""
-    prefetch: Annotated[Count, Constraint(used_with="[data] num_workers > 0")] = 2
+    prefetch: Annotated[Count, Constraint(used_with=When("data.num_workers"))] = 2
     """Number of microbatches that each worker loads ahead."""
     store_folder: Annotated[str, PER_NODE] = "outputs/token_stores"
     """Path of the folder for prepared token stores. Each store is identified by a hash of its dataset and tokenizer."""

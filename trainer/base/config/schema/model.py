@@ -4,10 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
+from trainer.base.config.schema.condition import When
 from trainer.base.config.schema.constraint import FIXED, PER_NODE, Constraint
 
-NAMED_MODEL = Constraint(used_with="empty [model] huggingface")
-ADAPTED = Constraint(only_with="[lora] rank")
+NAMED_MODEL = Constraint(used_with=When("model.huggingface", negated=True))
+ADAPTED = Constraint(only_with=(When("lora.rank"),))
 ModelFamily = Literal[
     "llama2", "llama3", "llama3.1", "llama3.2", "qwen2.5", "qwen3", "mistral", "ministral3", "smollm3", "olmo2", "olmo3",
     "granite3", "gemma2", "gemma3", "phi", "mixtral", "olmoe", "qwen3-moe",
@@ -23,7 +24,7 @@ class ModelConfig:
     folder or a checkpoint, or the name of a model on the Hugging Face Hub, such as Qwen/Qwen3-0.6B. Settings that are given
     beside it take precedence. `--from X` is short for `--model.pretrained X`, which also precedes the
     settings of the TOML file."""
-    revision: Annotated[str, Constraint(only_with="[model] pretrained")] = ""
+    revision: Annotated[str, Constraint(only_with=(When("model.pretrained"),))] = ""
     """Commit, branch or tag of the model on the Hub. Empty: main. A run records the commit, with which it also resumes."""
     huggingface: Annotated[str, PER_NODE] = ""
     """Path of a folder in Hugging Face's format, of its config.json, or of a checkpoint, which gives the family and the
@@ -44,19 +45,19 @@ class TokenizerConfig:
     """Type of tokenizer. "default": the small tokenizer in this repository; "tiktoken": a tiktoken file such as Llama 3's;
     "sentencepiece": a Llama 2 model file; "huggingface": a tokenizer.json, read by the package `tokenizers`; "tekken": a
     tekken.json of Mistral."""
-    pattern: Annotated[str, Constraint(only_with="[tokenizer] backend = tiktoken")] = ""
+    pattern: Annotated[str, Constraint(only_with=(When("tokenizer.backend", ("tiktoken",)),))] = ""
     """Pattern that splits text before bytes are merged, as in the training of the file: "llama3", "llama4", "qwen2", "gpt2",
     "cl100k", "o200k", or a regular expression. Empty: "llama3". A file with as many tokens as that of another known model is then
     an error; any other file gets a warning, except Llama 3's and the default one."""
     reuse_reserved_tokens: Annotated[
         Mapping[str, str],
         FIXED,
-        Constraint(free_keys=True, only_with="[tokenizer] backend = default or tiktoken or tekken"),
+        Constraint(free_keys=True, only_with=(When("tokenizer.backend", ("default", "tiktoken", "tekken")),)),
     ] = field(default_factory=dict)
     """New names for reserved tokens (their ids do not change): { "<|im_start|>" = "<|reserved_special_token_0|>" }."""
     extra_special_tokens: Annotated[tuple[str, ...], FIXED] = ()
     """Special tokens to add after the end of the vocabulary. The model's vocab_size must be large enough for them."""
-    path: Annotated[str, PER_NODE, Constraint(only_with="[tokenizer] backend != default")] = ""
+    path: Annotated[str, PER_NODE, Constraint(only_with=(When("tokenizer.backend", ("default",), negated=True),))] = ""
     """Path of the tokenizer's file, or of the folder of a model or a run that contains it. Without `backend`, the type follows
     from the file."""
 

@@ -4,12 +4,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
+from trainer.base.config.schema.condition import When
 from trainer.base.config.schema.constraint import PER_NODE, Constraint, Steps, StepsOrZero
+from trainer.base.config.schema.facts import GPU
 
-PROFILED = Constraint(only_with="[profiling] first_step")
-SENT = Constraint(only_with="[metrics] sinks = wandb or mlflow or trackio")
-AVERAGED = Constraint(only_with="[optimizer] ema_decay")
-PROMPTED = Constraint(only_with="[samples] prompts")
+PROFILED = Constraint(only_with=(When("profiling.first_step"),))
+SENT = Constraint(only_with=(When("metrics.sinks", ("wandb", "mlflow", "trackio")),))
+AVERAGED = Constraint(only_with=(When("optimizer.ema_decay"),))
+PROMPTED = Constraint(only_with=(When("samples.prompts"),))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +25,7 @@ class EvaluationConfig:
     averaged: Annotated[bool, AVERAGED] = False
     """Whether evaluations and samples use the averaged weights."""
     keep_best_on: Annotated[
-        str, Constraint(only_with="[checkpoint] enabled", used_with="[evaluation] interval_steps")
+        str, Constraint(only_with=(When("checkpoint.enabled"),), used_with=When("evaluation.interval_steps"))
     ] = ""
     """Name of an evaluation dataset. The checkpoint with the lowest loss on this dataset is always kept. It is the run's best
     checkpoint, which commands and settings find as RUN_FOLDER@best."""
@@ -33,13 +35,16 @@ class EvaluationConfig:
             min=0,
             max=10**6,
             unit="evaluations",
-            only_with="[evaluation] keep_best_on and [evaluation] interval_steps",
+            only_with=(
+                When("evaluation.keep_best_on"),
+                When("evaluation.interval_steps"),
+            ),
         ),
     ] = 0
     """Number of evaluations in a row in which the loss on keep_best_on does not fall, after which the run ends, with a checkpoint
     and as after its last step. 0: never."""
     early_stopping_min_delta: Annotated[
-        float, Constraint(min=0, max=1000, only_with="[evaluation] early_stopping_patience")
+        float, Constraint(min=0, max=1000, only_with=(When("evaluation.early_stopping_patience"),))
     ] = 0.0
     """A loss counts as fallen only if it is below the lowest one so far by more than this."""
 
@@ -82,9 +87,9 @@ class MetricsConfig:
     """Tags of the run in a service."""
     notes: Annotated[str, SENT] = ""
     """Text that describes the run in a service."""
-    entity: Annotated[str, Constraint(only_with="[metrics] sinks = wandb")] = ""
+    entity: Annotated[str, Constraint(only_with=(When("metrics.sinks", ("wandb",)),))] = ""
     """User or team of W&B. Empty: the default of the account."""
-    mlflow_tracking_uri: Annotated[str, Constraint(only_with="[metrics] sinks = mlflow")] = ""
+    mlflow_tracking_uri: Annotated[str, Constraint(only_with=(When("metrics.sinks", ("mlflow",)),))] = ""
     """Address of the MLflow server, or of a database: sqlite:///mlflow.db. Empty: MLFLOW_TRACKING_URI, or MLflow's default."""
 
 
@@ -94,7 +99,7 @@ class ProfilingConfig:
     """First step to trace with torch's profiler; 0: trace no step. The traces are written to profiles/ in the run folder."""
     num_steps: Annotated[int, Constraint(min=1, max=100, unit="steps"), PROFILED] = 1
     """Number of consecutive steps in a trace. A trace of a large model has about 10 MB per step."""
-    rank: Annotated[Literal["all"] | int, Constraint(min=0, only_with="[profiling] first_step")] = 0
+    rank: Annotated[Literal["all"] | int, Constraint(min=0, only_with=(When("profiling.first_step"),))] = 0
     """Rank to trace, or "all"."""
-    memory_snapshot: Annotated[bool, PROFILED] = False
+    memory_snapshot: Annotated[bool, Constraint(only_with=(When("profiling.first_step"), GPU))] = False
     """Whether to also record all allocations of GPU memory in these steps, with their stacks."""

@@ -3,10 +3,13 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
+from trainer.base.config.schema.condition import When
 from trainer.base.config.schema.constraint import Constraint, Count, CountOrZero, Fraction
+from trainer.base.config.schema.facts import HAS_CORRECTION, HAS_EXPERTS
 
-PIPELINE = Constraint(used_with="[parallel] pp > 1")
-SELECTIVE = Constraint(used_with="[activation_checkpoint] mode = selective")
+PIPELINE = Constraint(used_with=When("parallel.pp", above=1))
+WITH_EXPERTS = Constraint(only_with=(HAS_EXPERTS,))
+SELECTIVE = Constraint(used_with=When("activation_checkpoint.mode", ("selective",)))
 Degree = Annotated[int, Constraint(min=1, max=10**6, unit="ranks")]
 Saveable = Literal["matmuls", "attention", "reduce_scatters", "exchanges"]
 
@@ -26,7 +29,7 @@ class ParallelConfig:
     ep: Degree = 1
     """Number of ranks over which the experts of a layer are partitioned (expert parallelism). It is no factor of the number of
     ranks, but a divisor of dp_shard x cp x tp: these ranks share the experts, which tensor parallelism does not split."""
-    sequence_parallel: Annotated[bool, Constraint(used_with="[parallel] tp > 1")] = True
+    sequence_parallel: Annotated[bool, Constraint(used_with=When("parallel.tp", above=1))] = True
     """Whether tensor-parallel ranks split the residual stream along the sequence; false: each rank holds the complete stream."""
     async_tensor_parallel: bool = False
     """Whether to overlap tensor-parallel communication with adjacent matrix products. Requires GPUs and [compile] enabled."""
@@ -56,16 +59,16 @@ class ParallelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsConfig:
-    balance_loss: Annotated[float, Constraint(min=0, max=1e6)] = 0.0
+    balance_loss: Annotated[float, WITH_EXPERTS, Constraint(min=0, max=1e6)] = 0.0
     """Coefficient of the balance loss, which is 1 for each layer if all experts get equally many tokens (arXiv:2101.03961). It is
     computed for each layer and sample, averaged over the samples of a step, and summed over the layers. 0: no balance loss."""
-    z_loss: Annotated[float, Constraint(min=0, max=1e6)] = 0.0
+    z_loss: Annotated[float, WITH_EXPERTS, Constraint(min=0, max=1e6)] = 0.0
     """Coefficient of the routers' z-loss, the mean squared logsumexp of a token's logits (arXiv:2202.08906); averaged over
     samples and summed over layers like the balance loss. 0: no z-loss."""
-    bias_rate: Annotated[float, Constraint(min=0, max=1)] = 0.0
+    bias_rate: Annotated[float, Constraint(min=0, max=1, only_with=(HAS_EXPERTS, HAS_CORRECTION))] = 0.0
     """Change per step of the correction that routers of DeepSeek-V3 add to the scores (arXiv:2408.15664): by this number up for
     each expert with less than the mean load of the step, and down for each with more. 0: the correction does not change."""
-    center_bias: Annotated[bool, Constraint(only_with="[experts] bias_rate")] = False
+    center_bias: Annotated[bool, Constraint(only_with=(When("experts.bias_rate"),))] = False
     """Whether the mean of a step's changes is subtracted from them, so that the mean of a layer's correction stays the same."""
 
 
@@ -78,14 +81,16 @@ class ActivationCheckpointConfig:
     """Operators whose results are saved for backward instead of being recomputed. "exchanges": of rows between experts' ranks."""
     save_every_nth_matmul: Annotated[Count, SELECTIVE] = 1
     """Interval n: if `save` contains "matmuls", the result of only every n-th matmul of a block is saved."""
-    every_n_blocks: Annotated[Count, Constraint(used_with="[activation_checkpoint] mode = full or selective")] = 1
+    every_n_blocks: Annotated[
+        Count, Constraint(used_with=When("activation_checkpoint.mode", ("full", "selective")))
+    ] = 1
     """Interval n: the mode applies to every n-th block, starting with the first block."""
-    offload_inputs: Annotated[bool, Constraint(only_with="[activation_checkpoint] mode = full")] = False
+    offload_inputs: Annotated[bool, Constraint(only_with=(When("activation_checkpoint.mode", ("full",)),))] = False
     """Whether the saved inputs of blocks are kept in host memory between forward and backward."""
     recompute_all_gather: bool = True
     """Whether to repeat the all-gathers of tp (inputs of column-wise matmuls) and cp (keys and values) in backward; false: save
     the gathered tensors for backward. The setting affects no other operator."""
-    memory_budget: Annotated[Fraction, Constraint(used_with="[activation_checkpoint] mode = budget")] = 0.5
+    memory_budget: Annotated[Fraction, Constraint(used_with=When("activation_checkpoint.mode", ("budget",)))] = 0.5
     """Maximum activation memory, as a fraction of the activation memory with mode = "none"."""
 
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
+from trainer.base.config.schema.condition import When
 from trainer.base.config.schema.constraint import Constraint, Count
 
 Seconds = Annotated[float, Constraint(min=1, max=10**7, unit="seconds")]
@@ -42,7 +43,7 @@ class ResilienceConfig:
     max_consecutive_skips: Count = 8
     """Number of consecutive skipped steps after which on_max_skips applies. A step may be skipped because of a
     spike, or because of a non-finite loss or gradient norm."""
-    on_max_skips: Annotated[Literal["stop", "rollback"], Constraint(only_with="[checkpoint] enabled")] = "stop"
+    on_max_skips: Annotated[Literal["stop", "rollback"], Constraint(only_with=(When("checkpoint.enabled"),))] = "stop"
     """Action after max_consecutive_skips. "stop": end the run; "rollback": resume from the latest checkpoint without
     the samples of the skipped steps."""
     max_rollbacks: Count = 3
@@ -51,7 +52,7 @@ class ResilienceConfig:
     """Action after a spike, which is a loss or gradient norm far above those of the last 128 steps. "skip": skip the step;
     "rollback": resume from the latest checkpoint and skip the samples of the step."""
     spike_threshold_sigma: Annotated[
-        float, Constraint(exclusive_min=0, max=10**6, used_with="[resilience] on_loss_spike = skip or rollback")
+        float, Constraint(exclusive_min=0, max=10**6, used_with=When("resilience.on_loss_spike", ("skip", "rollback")))
     ] = 6.0
     """A loss or gradient norm is a spike if it exceeds the mean by more than this number of standard deviations."""
     straggler_ratio: Annotated[float | None, Constraint(exclusive_min=1)] = 1.5

@@ -6,11 +6,12 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Annotated, Literal
 
+from trainer.base.config.schema.condition import When
 from trainer.base.config.schema.constraint import FIXED, PER_NODE, Constraint, CountOrZero, Fraction, Steps, StepsOrZero
 
-PREFERRED = Constraint(only_with="[preference] loss != none")
-FLOAT8 = Constraint(only_with="[training] float8 != none")
-MUON = Constraint(only_with="[optimizer] name = muon")
+PREFERRED = Constraint(only_with=(When("preference.loss"),))
+FLOAT8 = Constraint(only_with=(When("training.float8"),))
+MUON = Constraint(only_with=(When("optimizer.name", ("muon",)),))
 SAMPLES = Constraint(min=1, max=10**7, unit="samples")
 Samples = Annotated[int, SAMPLES]
 
@@ -48,7 +49,7 @@ class TrainingConfig:
     """Whether to reduce gradients after each microbatch instead of once per step. This saves memory but adds communication."""
     loss_chunk_tokens: Annotated[int, Constraint(min=1, max=10**8, unit="tokens")] = 1024
     """Maximum number of tokens whose logits are held in memory at once."""
-    z_loss: Annotated[float, Constraint(min=0, max=1e6, only_with="[preference] loss = none")] = 0.0
+    z_loss: Annotated[float, Constraint(min=0, max=1e6, only_with=(When("preference.loss", ("none",)),))] = 0.0
     """Coefficient of the z-loss, the mean squared logsumexp of a target's logits (arXiv:2204.02311), which is added to what is
     minimized, but not to the loss that is logged; usual: 1e-5 to 1e-4. 0: no z-loss."""
     cpu_threads: Annotated[CountOrZero, PER_NODE] = 0
@@ -143,7 +144,7 @@ class PreferenceConfig:
     """Factor of the implicit rewards in "dpo" and "simpo", regularization strength in "ipo", weight of the odds ratio in "orpo".
     Usual values: 0.1 for all losses except "simpo", which needs about 2."""
     margin: Annotated[
-        float, Constraint(min=0, max=1000, fixed_on_resume=True, only_with="[preference] loss = simpo")
+        float, Constraint(min=0, max=1000, fixed_on_resume=True, only_with=(When("preference.loss", ("simpo",)),))
     ] = 0.5
     """Target difference between the rewards of the chosen and of the rejected answer (gamma in the paper)."""
 
@@ -164,7 +165,7 @@ class LrScheduleConfig:
     steps, from min_lr_ratio times the peak to the peak (scripts/find_lr.py)."""
     warmup_steps: StepsOrZero = 0
     """Number of steps of linear warm-up to the peak learning rate."""
-    decay_steps: Annotated[StepsOrZero, Constraint(only_with="[lr_schedule] name = warmup_stable_decay")] = 0
+    decay_steps: Annotated[StepsOrZero, Constraint(only_with=(When("lr_schedule.name", ("warmup_stable_decay",)),))] = 0
     """Number of steps of the final decay of "warmup_stable_decay". "cosine" and "linear" decay over all steps after warm-up."""
-    min_lr_ratio: Annotated[Fraction, Constraint(used_with="[lr_schedule] name != constant")] = 0.1
+    min_lr_ratio: Annotated[Fraction, Constraint(used_with=When("lr_schedule.name", ("constant",), negated=True))] = 0.1
     """Final learning rate (of "range_test": the first one), as a fraction of the peak learning rate."""

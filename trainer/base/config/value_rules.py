@@ -1,0 +1,94 @@
+"""Rules of single values that their types and ranges do not express. compatibility.py contains those between settings."""
+
+import os
+import re
+import sys
+from collections.abc import Collection, Iterator
+from itertools import pairwise
+from typing import get_args
+
+from trainer.base.config.errors import ConfigError
+from trainer.base.config.schema.config import Config
+from trainer.base.config.schema.data import DOCUMENT_COLUMNS, MESSAGE_COLUMNS
+from trainer.base.config.schema.model import ModelFamily
+from trainer.base.config.schema.training import TrainingConfig
+from trainer.base.system.paths import path_error
+from trainer.base.system.spelling import did_you_mean
+
+_PATHS = (
+    "run.output_folder",
+    "model.huggingface",
+    "model.pretrained",
+    "tokenizer.path",
+    "data.path",
+    "data.chat_template",
+    "data.store_folder",
+    "lora.init_from",
+    "checkpoint.init_from",
+)
+"""Settings whose value is a path, or may be one. Those of named datasets are in tables."""
+
+
+def check_values(config: Config) -> None:
+    """Raise ConfigError for the first value that breaks one of `_rules`."""
+    for key, broken, message in _rules(config):
+        if broken:
+            raise ConfigError(key, message)
+
+
+def _rules(config: Config) -> Iterator[tuple[str, object, str]]:
+    """Yield (setting, whether its value breaks the rule, message) for every rule."""
+    yield from _name_rules(config)
+    known = DOCUMENT_COLUMNS + MESSAGE_COLUMNS
+    for column in config.data.columns:
+        message = f"unknown field; it must be one of {', '.join(known)}{did_you_mean(column, known)}"
+        yield f"data.columns.{column}", column not in known, message
+    yield "parallel.dp_shard", config.parallel.dp_shard == 0, "must be at least 1, or -1 for all remaining ranks"
+    reshard = config.parallel.reshard_after_forward
+    message = "must be at least 2 if it is a number of ranks"
+    yield "parallel.reshard_after_forward", isinstance(reshard, int) and reshard < 2, message
+    yield from _batch_rules(config.training)
+    twice = next((name for name in config.metrics.sinks if config.metrics.sinks.count(name) > 1), "")
+    yield "metrics.sinks", twice, f"names {twice} twice"
+    limit = config.distributed.timeout_s
+    message = (
+        f"must be below [distributed] timeout_s, {limit:g}: otherwise a collective fails before the hang is reported"
+    )
+    yield "resilience.hang_timeout_s", config.resilience.hang_timeout_s >= limit, message
+
+
+def _batch_rules(training: TrainingConfig) -> Iterator[tuple[str, object, str]]:
+    for steps in training.batch_schedule:
+        is_number = re.fullmatch("[1-9][0-9]{0,11}", steps)
+        message = f"{steps!r} must be the number of completed steps after which the size changes, such as 1000"
+        yield f"training.batch_schedule.{steps}", not is_number, message
+    for (_, before), (steps, size) in pairwise(training.batch_sizes):
+        key = f"training.batch_schedule.{steps}"
+        yield key, size == before, f"must differ from the size of the steps before, {before}"
+        message = f"no step would have this size, because the run ends after [training] steps = {training.steps}"
+        yield key, training.epochs is None and steps >= training.steps, message
+
+
+def _families() -> Collection[str]:
+    """Return the names of the model families, with those that the program itself has added to MODELS."""
+    models = sys.modules.get("models")  # not imported here, because it imports torch
+    return get_args(ModelFamily) if models is None else models.MODELS
+
+
+def _name_rules(config: Config) -> Iterator[tuple[str, object, str]]:
+    name, families = config.run.name, _families()
+    for key, path in _paths(config):
+        yield key, path_error(path), path_error(path)
+    yield "run.name", name.strip() in ("", ".", "..") or {"/", "\\"} & set(name), "must be a single folder name"
+    yield "run.output_folder", not config.run.output_folder.strip(), "must not be empty"
+    yield "run.name", len(os.fsencode(name)) > 255, "exceeds 255 bytes, the limit for a folder name"
+    message = f"expected one of {', '.join(families)}{did_you_mean(config.model.name, families)}"
+    yield "model.name", config.model.name not in families, message
+
+
+def _paths(config: Config) -> Iterator[tuple[str, str]]:
+    """Yield (setting, path) of each path."""
+    yield from ((key, config.value(key)) for key in _PATHS)
+    for table in ("data.datasets", "evaluation.datasets"):
+        for name, text in config.value(table).items():
+            yield f"{table}.{name}", text if re.match(r"\w+://", text) else text.partition(":")[2]
