@@ -158,7 +158,7 @@ def test_a_run_that_does_not_fit_exits_with_code_1():
         (["--training.stpes", "4"], "--training.stpes: unknown setting; did you mean '--training.steps'?"),
         (
             ["--compile.enabled", "true", "--activation_checkpoint.mode", "budget"],
-            "--activation_checkpoint.mode budget: cannot be planned, because the compiler selects the activations to save",
+            "--activation_checkpoint.mode budget: is incompatible with a plan: the compiler selects the activations to save",
         ),
     ],
 )

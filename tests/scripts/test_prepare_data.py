@@ -82,7 +82,7 @@ def test_data_is_prepared_only_for_a_configuration_that_a_run_accepts(settings):
     refused = run_script("scripts/prepare_data.py", *settings, "--data.held_out_fraction", "0")
     assert (refused.returncode, refused.stderr.partition(": ")[2]) == (
         2,
-        "needs held-out documents, but [data] held_out_fraction is 0; without evaluation, set interval_steps = 0\n",
+        "needs [data] held_out_fraction or [evaluation] datasets: without evaluation, set interval_steps = 0\n",
     )
     accepted = [*settings, "--data.held_out_fraction", "0", "--evaluation.interval_steps", "0"]
     assert run_script("scripts/prepare_data.py", *accepted).returncode == 0

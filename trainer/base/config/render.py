@@ -143,7 +143,7 @@ def foreign_as_markdown() -> str:
         for name, found in FOREIGN.items():
             if letter in found.projects:
                 section, _, last = name.rpartition(".")
-                there = f"`{last}`" + f" of {section}" * bool(section)
+                there = f"`{last}` of {section}" if section else f"`{last}`"
                 here = ", ".join(f"`{key}`" for key in found.settings.split())
                 lines.append(f"| {there} | {here} | {found.note.replace('|', chr(92) + '|')} |")
         lines.append("")
