@@ -116,7 +116,7 @@ def settings_of_runs(config: Config, widths: Sequence[int], steps: int, folder: 
         samples=SamplesConfig(),
         metrics=MetricsConfig(sinks=("console",)),
         profiling=ProfilingConfig(),
-        resilience=replace(config.resilience, on_loss_spike="off"),
+        resilience=replace(config.resilience, on_loss_spike="off", on_max_skips="stop"),
     )
     _, sizes = resolve_model(config.model)
     layers = sizes.n_layers if "n_layers" in config.model.overrides else min(sizes.n_layers, NUM_BLOCKS)
