@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
+from tests.conftest import ROOT
 from trainer.base.config import ConfigError
 from trainer.base.config.compatibility import check, restrictions, rows
 from trainer.base.config.fields import settings
@@ -540,7 +541,7 @@ CASES = {
     ),
     "[evaluation] interval_steps needs [data] held_out_fraction or [evaluation] datasets": Case(
         "--data.held_out_fraction 0",
-        "/work/wt/compat/train_configs/debug.toml [evaluation] interval_steps = 100: needs [data] held_out_fraction or [evaluation] datasets: without evaluation, set interval_steps = 0",
+        f"{ROOT}/train_configs/debug.toml [evaluation] interval_steps = 100: needs [data] held_out_fraction or [evaluation] datasets: without evaluation, set interval_steps = 0",
     ),
     "[evaluation] averaged needs [evaluation] interval_steps or [samples] prompts": Case(
         "--optimizer.ema_decay 0.9 --evaluation.averaged true --evaluation.interval_steps 0",
