@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Run the checks and the tests: scripts/run_tests.sh [pytest arguments]
+# Run the checks and the tests: scripts/run_tests.sh [--quick] [pytest arguments]
+# --quick leaves out complete runs, commands and whatever starts ranks: for use between commits.
 #
 # Tests see an environment with these variables only, so that a result does not depend on the shell:
 #   HOME, PATH, TMPDIR, CI                  as they are

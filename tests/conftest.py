@@ -29,6 +29,30 @@ signal.pthread_sigmask(signal.SIG_SETMASK, ())
 os.umask(0o022)
 
 
+COMPLETE_ONLY = (
+    *("end_to_end", "faults", "fuzz", "scripts", "slurm", "test_python_page.py"),  # complete runs and commands
+    *("tools/planner", "tools/test_dry_run.py", "tools/report/test_plan.py"),  # simulated steps
+    *("run/sinks/test_services.py", "checkpoint/formats/test_tokenizer_files.py"),  # other programs
+)
+"""Folders and files that --quick leaves out. It also leaves out tests that start ranks."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--quick", action="store_true", help="leave out complete runs, commands and whatever starts ranks")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--quick"):
+        return
+    left_out = [ROOT / "tests" / name for name in COMPLETE_ONLY]
+
+    def is_quick(item: pytest.Item) -> bool:
+        return "ranks" not in item.fixturenames and not any(item.path.is_relative_to(path) for path in left_out)
+
+    config.hook.pytest_deselected(items=[item for item in items if not is_quick(item)])
+    items[:] = filter(is_quick, items)
+
+
 @pytest.fixture(scope="session")
 def ranks() -> Callable[[int], LocalRanks]:
     """ranks(n).run(function, ...) calls a function on n gloo ranks and returns their results."""

@@ -145,6 +145,18 @@ class Cluster:
         wait_until(lambda: self.job(job)["JobState"] in states, lambda: f"{self.job(job)}\n{self.logs()}")
         return self.job(job)
 
+    def start_again(self, job: str) -> None:
+        """Start a job that was queued again. Slurm would wait two minutes, and it sets the start again, and refuses to change it,
+        while the previous run of the job ends; so it is changed until the job runs."""
+
+        def runs() -> bool:
+            state = self.job(job)["JobState"]
+            if state == "PENDING":
+                self.call("scontrol", "update", f"JobId={job}", "StartTime=now", check=False)
+            return state == "RUNNING"
+
+        wait_until(runs, lambda: f"{self.job(job)}\n{self.logs()}")
+
     def logs(self) -> str:
         files = (*self.folder.glob("*.out"), *self.folder.glob("*.log"))
         return "\n".join(f"{path.name}:\n{path.read_text(errors='replace')[-3000:]}" for path in files)

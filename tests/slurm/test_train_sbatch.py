@@ -150,8 +150,7 @@ def test_a_job_saves_before_its_time_limit_and_continues_and_saves_at_a_limit_wi
         assert warned.await_state("PENDING", "TIMEOUT", "FAILED", "COMPLETED")["Restarts"] == "1", warned.text()
         saved = warned.saved()
         assert saved == [warned.steps()], warned.text()
-        wait_until(lambda: cluster._states() == ["idle", "idle"], cluster.logs)  # the end of a job sets its start again
-        cluster.call("scontrol", "update", f"JobId={warned.id}", "StartTime=now")  # otherwise Slurm waits two minutes
+        cluster.start_again(warned.id)
         wait_until(lambda: warned.steps() > saved[0], warned.text)
     finally:
         cluster.cancel_all()
@@ -167,8 +166,6 @@ def test_a_job_is_queued_again_after_a_node_is_lost_and_at_most_max_requeues_tim
         if failures == 1:
             assert cluster.call("squeue", "--noheader", "--jobs", job.id, "--format", "%k") == "my comment failures: 1"
             lines = len(job.text().splitlines())
-            wait_until(lambda: cluster._states() == ["idle", "idle"], cluster.logs)
-            cluster.call("scontrol", "update", f"JobId={job.id}", "StartTime=now")  # otherwise Slurm waits two minutes
-            job.await_state("RUNNING")
+            cluster.start_again(job.id)
             wait_until(lambda first=lines: "step" in "".join(job.text().splitlines()[first:]), job.text)
     assert "is not queued again, because MAX_REQUEUES is 1" in job.text()
