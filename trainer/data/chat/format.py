@@ -30,6 +30,7 @@ from trainer.data.chat.template_files import (
     tags_are_text,
     usable_templates,
 )
+from trainer.data.chat.turns import find_turns
 from trainer.data.chat.tokens import NO_END_OF_TURN, MissingTokens, RenderingEncoder, TokensAndMask
 from trainer.data.chat.written import check_written
 from trainer.data.tokenizer.protocol import Tokenizer
@@ -300,6 +301,15 @@ class ChatFormat:
             return self._render_data({**data, "messages": leading}, with_prompt).text
 
         return locate_answers(rendering, data, render_text)
+
+    def _find(self, rendering: Rendering, data: Mapping[str, Any]) -> dict[int, Turn | None]:
+        """Return the range of each answer in a rendering by the index of its message."""
+        return find_turns(
+            rendering,
+            data,
+            lambda messages: self._render_data({**data, "messages": messages}, True),
+            lambda start, stop: self._encoder.end_of_turn(rendering, start, stop, self.end_of_turn),
+        )
 
     # ---------------------------------------------------------------- checks of a template
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from trainer.data.chat.answers import Turn
 from trainer.data.chat.special_names import SpecialNames
 from trainer.data.chat.template import Rendering, TemplateFailure
+from trainer.data.chat.traced import UNKNOWN
 from trainer.data.tokenizer.protocol import Tokenizer
 
 TokensAndMask = tuple[list[int], list[bool]]
@@ -84,6 +85,19 @@ class RenderingEncoder:
         if special - Counter(part for part in parts if isinstance(part, int)):
             raise TemplateFailure("the tokenizer encodes plain text as a special token")
         return tokens
+
+    def end_of_turn(self, rendering: Rendering, start: int, stop: int, ends: Sequence[int]) -> int | None:
+        """Return the offset after the first of the tokens `ends` in text[start:stop], or None. A call may end by another token. If
+        there is none of `ends`, return the offset after the first special token behind all characters of unknown origin."""
+        first = None
+        for piece, is_special in self.pieces(rendering, start, stop):
+            has_unknown = UNKNOWN in rendering.origins[start : start + len(piece)]
+            start += len(piece)
+            if is_special and self.special.get(piece) in ends:
+                return start
+            if is_special or has_unknown:
+                first = None if has_unknown else first or start
+        return first
 
     def _end_of_turn(self, rendering: Rendering, start: int, stop: int, marked: bool) -> int:
         """Return the offset after the special token that ends the turn in text[start:stop]. If the template has generation
