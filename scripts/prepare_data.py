@@ -39,7 +39,7 @@ from trainer.base.config.required_files import DATA_SECTIONS
 from trainer.base.system import console
 from trainer.base.system.files import atomic_write
 from trainer.base.system.spelling import counted
-from trainer.data.datasets import all_dataset_configs, blame_setting, dataset_configs, pack_splits
+from trainer.data.datasets import all_dataset_configs, blame_setting, dataset_configs, describe_template, pack_splits
 from trainer.data.prepare.prepare import prepare, unused_fields
 from trainer.data.sampling.phases import parse_mixture
 from trainer.data.store.held_out import open_splits
@@ -131,6 +131,7 @@ def main() -> None:
         datasets = list(all_dataset_configs(config.data, config.evaluation.datasets))
         if is_sharded and any(dataset.dataset == "prepared" for _, _, dataset in datasets):
             die("--shard: a prepared dataset cannot be sharded")
+        describe_template(config.data, config.evaluation.datasets, tokenizer)
         stores = {}
         for name, setting, dataset in datasets:
             existing = set(Path(dataset.store_folder).glob("*"))

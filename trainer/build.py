@@ -99,7 +99,7 @@ def build_trainer(
     check_memory(config, resolved, model_parts.values(), device)
 
     weights = initial_model.open_weights(config, resolved, point)
-    datasets = prepare_and_open(config, text.tokenizer)
+    datasets = prepare_and_open(config, text.tokenizer, saved)
     epochs, config = config.training.epochs, with_steps(config, datasets, saved)
     require_profiled_step(config.profiling, config.training.steps)
     check_disk(config, resolved, 0 if saved is None else saved.step)

@@ -1,8 +1,9 @@
 """Opening of the datasets of a configuration as samples."""
 
 import json
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,10 @@ from trainer.data.sampling.packing import PackedIndex, has_target, read_packing
 from trainer.data.sampling.phases import MixturePhase, parse_mixture
 from trainer.data.sampling.samples import ConcatSamples, PackedSamples, Samples
 from trainer.data.store.held_out import Splits, open_splits
-from trainer.data.store.store import TokenStore, open_store
+from trainer.data.store.store import TokenStore, open_store, splits_digest
+
+_CONVERSATIONS = re.compile(r"\b(?:chat|preference)-[0-9a-f]{16}\b")
+"""Pattern of the name of a store of conversations."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,31 @@ def open_datasets(
         evaluation=evaluation,
         name=names[SINGLE] if single else ", ".join(f"{name} {store}" for name, store in names.items()),
         evaluation_names={name: folders[f"evaluation/{name}"].name for name in sets},
+    )
+
+
+def with_earlier_names(datasets: Datasets, earlier: str, stores: Path) -> Datasets:
+    """Return datasets whose stores of conversations have the names of earlier ones with the same tokens and targets. The text of
+    the chat template is part of a store's name, but a change of it need not change the tokens.
+
+    Args:
+        datasets: The datasets.
+        earlier: A text with the names of earlier stores. A store that is no longer there counts as another one.
+        stores: Folder of the stores.
+    """
+    names = _CONVERSATIONS.findall(earlier)
+
+    def earlier_name(match: re.Match[str]) -> str:
+        name = match[0]
+        content = "" if name in names else splits_digest(stores / name)
+        return next((other for other in names if content and splits_digest(stores / other) == content), name)
+
+    return replace(
+        datasets,
+        name=_CONVERSATIONS.sub(earlier_name, datasets.name),
+        evaluation_names={
+            dataset: _CONVERSATIONS.sub(earlier_name, name) for dataset, name in datasets.evaluation_names.items()
+        },
     )
 
 

@@ -7,8 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from trainer.base.config import ConfigError, DataConfig, TokenizerConfig
+from trainer.base.system import console
 from trainer.base.system.files import file_lock
 from trainer.base.system.spelling import did_you_mean
+from trainer.data.prepare.encode import CHAT_DATASETS, chat_format
 from trainer.data.prepare.prepare import prepare, writing
 from trainer.data.sampling.packing import pack
 from trainer.data.sources import DATASETS
@@ -80,6 +82,7 @@ def prepare_datasets(
         pairs: Whether the run trains on preference pairs.
         evaluates: Whether the run evaluates, so that held-out tokens are needed.
     """
+    describe_template(data, sets, tokenizer)
     stores = {}
     for name, setting, config in all_dataset_configs(data, sets):
         with blame_setting(setting):
@@ -87,6 +90,23 @@ def prepare_datasets(
             pack_splits(config, folder, seq_len, pairs, evaluates)
         stores[name] = str(folder)
     return json.dumps(stores)
+
+
+def describe_template(data: DataConfig, sets: Mapping[str, str], tokenizer: Tokenizer) -> None:
+    """Log what a user should know about the chat template, if a dataset consists of conversations. Raises ConfigError."""
+    configs = all_dataset_configs(data, sets)
+    chats = [(setting, config) for _, setting, config in configs if config.dataset in CHAT_DATASETS]
+    for setting, config in chats[:1]:  # all datasets have the same template
+        name = f"chat template {data.chat_template}"
+        with blame_setting(setting):
+            chat = chat_format(config, tokenizer)
+            if chat.has_generation_tags:
+                console.info(f"{name}: its {{% generation %}} tags have no effect; each answer is a target as a whole")
+            if chat.rewrites_turns:
+                console.warning(
+                    f"{name}: in longer conversations, it writes an earlier answer, or the text before it, otherwise than at "
+                    "inference, when this answer is the last one"
+                )
 
 
 def pack_splits(config: DataConfig, store: Path, seq_len: int, pairs: bool, evaluates: bool = True) -> None:

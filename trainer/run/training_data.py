@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from fractions import Fraction
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -12,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from trainer.base.config import Config, ConfigError, TrainingConfig
 from trainer.base.system.spelling import counted
 from trainer.batch import IGNORE_INDEX, Batch
-from trainer.data.build import Datasets, open_datasets
+from trainer.data.build import Datasets, open_datasets, with_earlier_names
 from trainer.data.datasets import prepare_datasets
 from trainer.data.sampling.loader import BatchPartition, SampleOrder, training_batches
 from trainer.data.sampling.mixture import require_unchanged_phases
@@ -26,15 +27,26 @@ _COUNTED_SAMPLES, _COUNTED_TOKENS = 256, 2**20
 """Maximum numbers of samples and of tokens in which targets are counted at the start."""
 
 
-def prepare_and_open(config: Config, tokenizer: Tokenizer) -> Datasets:
-    """Prepare the missing datasets, once per node, and open all datasets. Raises ConfigError if a dataset cannot be prepared or
-    is smaller than one sample."""
+def prepare_and_open(config: Config, tokenizer: Tokenizer, saved: TrainState | None) -> Datasets:
+    """Prepare the missing datasets, once per node, and open all datasets.
+
+    Args:
+        config: Settings of the run.
+        tokenizer: Its tokenizer.
+        saved: Progress of the run that is resumed. It names the data of this run.
+
+    Raises:
+        ConfigError: A dataset cannot be prepared or is smaller than one sample.
+    """
     data, evaluation, seq_len = config.data, config.evaluation.datasets, config.training.seq_len
     pairs, evaluates = config.preference.enabled, config.evaluation.interval_steps > 0
     stores = once_per_node(
         lambda: prepare_datasets(data, evaluation, config.tokenizer, tokenizer, seq_len, pairs, evaluates)
     )
     datasets = open_datasets(data, evaluation, stores, seq_len, evaluates)
+    if saved is not None:
+        names = f"{saved.fingerprint.get('data')} {saved.best}"
+        datasets = with_earlier_names(datasets, names, Path(data.store_folder))
     require_agreement({"data": datasets.name, "evaluation.datasets": datasets.evaluation_names})
     return datasets
 

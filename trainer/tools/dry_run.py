@@ -201,7 +201,7 @@ def _data(config: Config, text: TextFormat, point: ResumePoint | None) -> _Data 
         for dataset in large:
             _line("data", dataset.check_first_documents(text.tokenizer))
         return None
-    datasets = prepare_and_open(config, text.tokenizer)
+    datasets = prepare_and_open(config, text.tokenizer, None if point is None else point.state)
     if point is not None:
         require_unchanged_mixture(config, datasets, point.state)
         require_compatible(point, {"data": datasets.name})

@@ -35,7 +35,7 @@ class Family:
     rstrip: bool = False
     """Whether `special` tokens absorb white space after them."""
     answers: str = ""
-    """Pattern of an answer with its end of turn, if the template cannot mark answers. Its group is what is trained on."""
+    """Pattern of an answer with its end of turn, if prefixes of the conversation do not show it. Its group is the targets."""
 
     @property
     def text(self) -> str:
@@ -62,6 +62,15 @@ _PHI_ANSWERS = r"<\|assistant\|>\n(.*?<\|end\|>)"
 _PHI_MINI_ANSWERS = r"<\|assistant\|>(.*?<\|end\|>)"
 _INST_ANSWERS = r"(?:(?<=\[/INST\])|(?<=\[/TOOL_RESULTS\])|(?<=s>))((?!\[(?:INST|TOOL_RES|AVAIL)).+?</s>)"
 
+_OLMO2_ANSWERS = r"<\|assistant\|>\n(.*?<\|endoftext\|>)"
+_HARMONY_ANSWERS = (
+    r"<\|start\|>assistant((?:<\|channel\|>analysis.*?<\|end\|><\|start\|>assistant)?"
+    r".*?(?:<\|end\|>|<\|return\|>|<\|call\|>))"
+)
+_DEEPSEEK_ANSWERS = (
+    f"(?:<{_BAR}Assistant{_BAR}>|<{_BAR}tool\u2581outputs\u2581end{_BAR}>)(.+?<{_BAR}end\u2581of\u2581sentence{_BAR}>)"
+)
+
 FAMILIES = {
     "llama2": Family("llama2", (), "<s>", "</s>"),
     "llama3": Family("llama3", _LLAMA, "<|begin_of_text|>", "<|end_of_text|>"),
@@ -80,7 +89,7 @@ FAMILIES = {
     "Mistral v0.3": Family(published.MISTRAL_7B, _INSTRUCT, "<s>", "</s>", answers=_INST_ANSWERS),
     "Ministral 3": Family(published.MINISTRAL, _INSTRUCT, "<s>", "</s>"),
     "SmolLM 3": Family(published.SMOLLM3, (*_IM, "<think>", "</think>"), None, "<|im_end|>", answers=_AT_ONCE),
-    "OLMo 2": Family(published.OLMO2, _IM, "<|endoftext|>", "<|endoftext|>"),
+    "OLMo 2": Family(published.OLMO2, _IM, "<|endoftext|>", "<|endoftext|>", answers=_OLMO2_ANSWERS),
     "OLMo 3": Family(published.OLMO3, _IM, None, "<|endoftext|>", answers=_IM_ANSWERS),
     "Granite 3": Family(
         published.GRANITE,
@@ -88,12 +97,13 @@ FAMILIES = {
         "<|startoftext|>",
         "<|end_of_text|>",
     ),
-    "gpt-oss": Family("gptoss_training.jinja", _HARMONY, "<|startoftext|>", "<|return|>"),
+    "gpt-oss": Family("gptoss_training.jinja", _HARMONY, "<|startoftext|>", "<|return|>", answers=_HARMONY_ANSWERS),
     "DeepSeek V3": Family(
         "deepseekv3_training.jinja",
         tuple(re.findall(f"<{_BAR}[^{_BAR}]+{_BAR}>", _DEEPSEEK)),
         f"<{_BAR}begin\u2581of\u2581sentence{_BAR}>",
         f"<{_BAR}end\u2581of\u2581sentence{_BAR}>",
+        answers=_DEEPSEEK_ANSWERS,
     ),
 }
 """Families whose templates are tried with conversations of all shapes."""

@@ -285,44 +285,26 @@ def test_a_template_can_add_a_default_system_message_and_the_date():
 
 # Like Qwen 3's template: only the last answer keeps its reasoning.
 REWRITING = (
-    "{% for m in messages %}{{ m.role }}<|end_header_id|>{% if m.role == 'assistant' %}BEGIN"
-    "{{ '(thinks)' if loop.last }}{{ m.content }}<|eot_id|>END{% else %}{{ m.content }}<|eot_id|>{% endif %}"
+    "{% for m in messages %}{{ m.role }}<|end_header_id|>"
+    "{{ '(thinks)' if m.role == 'assistant' and loop.last }}{{ m.content }}<|eot_id|>"
     "{% endfor %}{% if add_generation_prompt %}assistant<|end_header_id|>{% endif %}"
 )
 
 
-def test_a_template_that_rewrites_earlier_turns_is_rejected_unless_it_marks_answers():
-    chat = ChatFormat.compile(REWRITING.replace("BEGIN", "").replace("END", ""), DEFAULT)
-    message = (
-        "the template renders message 2 differently in a prompt or in a longer conversation; mark the answers with "
-        "{% generation %} ... {% endgeneration %} in a copy of the template"
-    )
-    with pytest.raises(ConfigError) as error:
-        chat.validate_template()
-    assert str(error.value) == f"data.chat_template: {message}"
-    assert reason_of(chat, {"messages": TALK[1:]}) == message
-    tokens, targets = chat.encode(TALK[1:3])
-    assert DEFAULT.decode([t for t, target in zip(tokens, targets, strict=True) if target]) == "(thinks)I am.<|eot_id|>"
-    assert DEFAULT.decode(chat.prompt(TALK[1:4])) == (
-        "user<|end_header_id|> Who? <|eot_id|>assistant<|end_header_id|>I am.<|eot_id|>"
-        "user<|end_header_id|>So?<|eot_id|>assistant<|end_header_id|>"
-    )
-
-    marked = REWRITING.replace("BEGIN", "{% generation %}").replace("END", "{% endgeneration %}")
-    chat = ChatFormat.compile(marked, DEFAULT)
+def test_the_answers_of_a_template_that_rewrites_earlier_turns_are_targets_as_it_writes_them():
+    chat = ChatFormat.compile(REWRITING, DEFAULT)
     chat.validate_template()
+    assert chat.rewrites_turns
     tokens, targets = chat.encode(TALK[1:])
     assert DEFAULT.decode([t for t, target in zip(tokens, targets, strict=True) if target]) == (
         "I am.<|eot_id|>(thinks) Yes<|eot_id|>"
     )
     _, later = chat.encode(TALK[1:], loss_mask=[False, False, False, True])
     assert sum(later) < sum(targets) and later[-1]
-
-
-def test_a_generation_block_is_extended_over_the_end_of_turn():
-    marked = REWRITING.replace("BEGIN", "{% generation %}").replace("<|eot_id|>END", "{% endgeneration %}<|eot_id|>")
-    inside = REWRITING.replace("BEGIN", "{% generation %}").replace("END", "{% endgeneration %}")
-    assert ChatFormat.compile(marked, DEFAULT).encode(TALK) == ChatFormat.compile(inside, DEFAULT).encode(TALK)
+    assert DEFAULT.decode(chat.prompt(TALK[1:4])) == (
+        "user<|end_header_id|> Who? <|eot_id|>assistant<|end_header_id|>I am.<|eot_id|>"
+        "user<|end_header_id|>So?<|eot_id|>assistant<|end_header_id|>"
+    )
 
 
 REJECTED = [
@@ -335,11 +317,6 @@ REJECTED = [
     (
         "{{ messages[0].content }}<|eot_id|>",
         "the template ends an answer without a special token, so generation would never stop",
-    ),
-    (
-        "{% for m in messages %}{% generation %}{% generation %}a{% endgeneration %}{% endgeneration %}{{ m.content }}"
-        "<|eot_id|>{% endfor %}",
-        "the template nests {% generation %} blocks",
     ),
     (
         "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}",
@@ -358,24 +335,30 @@ def test_templates_that_cannot_render_a_conversation_are_rejected(template, mess
 
 
 HEADER = "{% for m in messages %}{{ m.role }}<|end_header_id|>{{ m.content }}<|eot_id|>{% endfor %}"
+NO_TAIL = (
+    "{% for m in messages %}{{ 'A:' + m.content + '<|eot_id|>' if m.role == 'assistant' else m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}(thinks){% endif %}"
+)
+CORRECT = "let a copy of the template write the same text before an answer and for add_generation_prompt"
 NOT_FOR_TRAINING = [
     (
         HEADER,
-        "the template writes 'assistant<|end_header_id|>' before an answer, but not when add_generation_prompt is set; "
-        "mark the answers with {% generation %} ... {% endgeneration %} in a copy of the template",
-    ),
-    (
-        HEADER + "{% if add_generation_prompt %}assistant<|end_header_id|>(thinks){% endif %}",
-        "the template renders message 2 differently in a prompt or in a longer conversation; mark the answers with "
-        "{% generation %} ... {% endgeneration %} in a copy of the template",
+        "the template writes 'assistant<|end_header_id|>' before an answer, but nothing when add_generation_prompt is set; "
+        f"{CORRECT}",
     ),
     (
         "{% generation %}" + HEADER + "{% endgeneration %}",
-        "the template's {% generation %} blocks must contain each answer with its end-of-turn token",
+        "the template writes 'assistant<|end_header_id|>' before an answer, but nothing when add_generation_prompt is set; "
+        f"{CORRECT}",
     ),
     (
-        "{% for m in messages %}{% generation %}{{ m.role }}{% endgeneration %} {{ m.content }}<|eot_id|>{% endfor %}",
-        "the template's {% generation %} blocks must contain each answer with its end-of-turn token",
+        HEADER + "{% if add_generation_prompt %}(thinks){% endif %}",
+        "the template writes 'assistant<|end_header_id|>' before an answer, but something else when add_generation_prompt is "
+        f"set; {CORRECT}",
+    ),
+    (
+        NO_TAIL,
+        f"the template begins message 2 otherwise than the prompt for it; {CORRECT}",
     ),
     (
         HEADER.replace("<|eot_id|>", "{{ '<|eot_id|>' if messages | length < 3 or m.role == 'user' or not loop.last }}")
@@ -423,46 +406,31 @@ def refusal(template: str, tokenizer=CHATML) -> str:
     return error.value.message
 
 
-MARK = "mark the answers with {% generation %} ... {% endgeneration %} in a copy of the template"
-
-
 @pytest.mark.parametrize(
     ("shipped", "template"),
     [
-        ("chatml", REWRITING.replace("<|end_header_id|>", "<|im_start|>").replace("<|eot_id|>", "<|im_end|>")),
-        ("llama3", REWRITING.replace("{{ m.role }}", "<|start_header_id|>{{ m.role }}")),
-        ("llama2", "[INST][/INST]" + REWRITING.replace("<|eot_id|>", "{{ eos_token }}")),
+        ("chatml", HEADER.replace("<|end_header_id|>", "<|im_start|>").replace("<|eot_id|>", "<|im_end|>")),
+        ("llama3", HEADER.replace("{{ m.role }}", "<|start_header_id|>{{ m.role }}")),
+        ("llama2", "[INST][/INST]" + HEADER.replace("<|eot_id|>", "{{ eos_token }}").replace("<|end_header_id|>", ":")),
     ],
 )
-def test_a_refused_template_names_the_shipped_template_with_the_same_special_tokens(
-    tmp_path, char_tokenizer, shipped, template
-):
-    template = template.replace("BEGIN", "").replace("END", "")
+def test_a_refused_template_names_the_shipped_template_with_the_same_special_tokens(char_tokenizer, shipped, template):
     fitting = f'set data.chat_template = "{shipped}", which has the same special tokens'
     tokenizer = char_tokenizer if shipped == "llama2" else CHATML
-    template = template.replace("<|end_header_id|>", ":") if shipped == "llama2" else template
-    assert refusal(template, tokenizer) == (
-        f"the template renders message 2 differently in a prompt or in a longer conversation; {fitting}, or {MARK}"
-    )
+    reason, _, way_out = refusal(template, tokenizer).partition("; ")
+    assert reason.endswith("before an answer, but nothing when add_generation_prompt is set")
+    assert way_out == f"{fitting}, or {CORRECT}"
     load_chat_format(shipped, tokenizer).validate_template()
-    without_end = template.partition("{% endfor %}")[0].replace("<|im_end|>", "{{ '<|im_end|>' if false }}")
+    without_end = template.replace("<|im_end|>", "{{ '<|im_end|>' if false }}")
     without_end = without_end.replace("<|eot_id|>", "{{ '<|eot_id|>' if false }}").replace("{{ eos_token }}", "")
-    assert refusal(without_end + "{% endfor %}", tokenizer) == (
+    assert refusal(without_end, tokenizer) == (
         f"the template ends an answer without a special token, so generation would never stop; {fitting}"
     )
     failing = "{{ raise_exception('no') }}" + template
     assert refusal(failing, tokenizer) == f"no; {fitting}"
 
 
-def test_a_refused_template_with_other_special_tokens_names_the_markers_only():
-    other = (
-        REWRITING.replace("BEGIN", "")
-        .replace("END", "")
-        .replace("<|end_header_id|>", ":")
-        .replace("<|eot_id|>", "{{ eos_token }}")
-    )
-    assert (
-        refusal(other) == f"the template renders message 2 differently in a prompt or in a longer conversation; {MARK}"
-    )
-    bad = [TALK[1], TALK[2], TALK[3], TALK[4]]
-    assert reason_of(ChatFormat.compile(other, CHATML), {"messages": bad}).endswith(f"; {MARK}")
+def test_a_refused_template_with_other_special_tokens_names_no_shipped_template():
+    other = HEADER.replace("<|end_header_id|>", ":").replace("<|eot_id|>", "{{ eos_token }}")
+    assert refusal(other).endswith(f"but nothing when add_generation_prompt is set; {CORRECT}")
+    assert reason_of(ChatFormat.compile(NO_TAIL, DEFAULT), {"messages": TALK[1:]}).endswith(f"; {CORRECT}")

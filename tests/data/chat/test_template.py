@@ -45,12 +45,8 @@ def test_loops_have_their_index_and_length():
     assert render("{% for k, v in d.items() if v %}{{ k }}{% endfor %}", d={"a": 1, "b": 0}) == "a"
 
 
-def test_generation_blocks_are_marked():
-    template = ChatTemplate.compile("a{% generation %}{% set x = 'b' %}\n{{ x }}{%- endgeneration %}c{{ x }}")
-    assert template.has_generation_blocks
-    rendered = rendering(template)
-    assert (rendered.text, rendered.blocks) == ("abc", [(1, 2)])
-    assert not ChatTemplate.compile("generation").has_generation_blocks
+def test_a_generation_block_writes_its_body_and_ends_the_variables_set_in_it():
+    assert render("a{% generation %}{% set x = 'b' %}\n{{ x }}{%- endgeneration %}c{{ x }}") == "abc"
 
 
 def test_errors_are_one_line():

@@ -7,30 +7,26 @@ token. In messages, this applies only to the names in data.allowed_special; all 
 import contextlib
 import functools
 import hashlib
-import itertools
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from trainer.base.config import ConfigError
-from trainer.data.chat.answers import Turn, locate_answers
+from trainer.data.chat.answers import QUESTION, Turn, common_start, find_answers
 from trainer.data.chat.conversations import Message, PromptCompletion, parse_conversation
 from trainer.data.chat.fields import without
 from trainer.data.chat.forms import template_data, variants
-from trainer.data.chat.markers import Marker, find_marker
 from trainer.data.chat.special_names import SpecialNames
 from trainer.data.chat.template import ChatTemplate, Rendering, TemplateFailure
 from trainer.data.chat.template_files import (
     SETTING,
     fitting_templates,
-    marking_templates,
     own_template,
     read_template,
     tags_are_text,
     usable_templates,
 )
-from trainer.data.chat.turns import find_turns
 from trainer.data.chat.tokens import NO_END_OF_TURN, MissingTokens, RenderingEncoder, TokensAndMask
 from trainer.data.chat.written import check_written
 from trainer.data.tokenizer.protocol import Tokenizer
@@ -39,9 +35,9 @@ from trainer.data.tokenizer.special_tokens import missing_special_tokens, reserv
 _VERSION = 2
 """Version of the encoding. It is part of the input of ChatFormat.fingerprint."""
 _ANSWER = "An answer."
-_QUESTION = {"role": "user", "content": "A question?"}
-_MARK_THE_ANSWERS = "mark the answers with {% generation %} ... {% endgeneration %} in a copy of the template"
-_PROBE = [_QUESTION, {"role": "assistant", "content": _ANSWER}] * 2
+_PROBE = [QUESTION, {"role": "assistant", "content": _ANSWER}] * 2
+_RULE = {"role": "system", "content": "A rule."}
+_CORRECT_PROMPT = "let a copy of the template write the same text before an answer and for add_generation_prompt"
 
 
 class ChatFormat:
@@ -77,8 +73,6 @@ class ChatFormat:
         self._special_names = SpecialNames(known, allowed_special, only_known=only_known)
         self._encoder = RenderingEncoder(tokenizer, self._special, self._special_names)
         self._template: ChatTemplate
-        self._marker: Marker | None
-        """Shipped template that marks the answers, if the template cannot."""
         self.end_of_turn: tuple[int, ...]
         """Ids of the tokens that end an answer."""
 
@@ -109,7 +103,6 @@ class ChatFormat:
         try:
             chat._template = ChatTemplate.compile(template)
             chat.end_of_turn = chat._find_end_of_turn()
-            chat._marker = find_marker(chat._names, chat._render_data, chat._template.has_generation_blocks)
         except TemplateFailure as failure:
             raise chat._refusal(failure) from None
         return chat
@@ -122,14 +115,27 @@ class ChatFormat:
         shape += [sorted(self._ignored_fields)]
         if tokenizer.parts_fingerprint:
             shape.append(tokenizer.parts_fingerprint)
-        if self._marker is not None:
-            shape.append(self._marker.source)
+        if self.has_generation_tags:  # earlier versions of the trainer took the text between them for the answers
+            shape.append("answers by origins")
         return "chat-" + hashlib.sha256(json.dumps(shape, sort_keys=True).encode()).hexdigest()[:16]
 
     @property
-    def marked_by(self) -> str:
-        """Name of the shipped training template that marks the answers, or "" if the template does so itself."""
-        return "" if self._marker is None else self._marker.name
+    def has_generation_tags(self) -> bool:
+        """Whether the template marks its answers for transformers, which has no effect here."""
+        return re.search(r"\{%[-+]?\s*endgeneration\b", self.template) is not None
+
+    @property
+    def rewrites_turns(self) -> bool:
+        """Whether the text up to the first of two answers differs from the prompt for it, or from the text of a conversation that
+        ends with it."""
+        for probe in (_PROBE, [_RULE, *_PROBE]):
+            first = len(probe) - 3
+            with contextlib.suppress(TemplateFailure):
+                text = self._text_up_to(probe, first)
+                is_prefix = text.startswith(self._render(probe[:first], True).text)
+                if not is_prefix or text != self._text_up_to(probe[: first + 1], first):
+                    return True
+        return False
 
     def self_contained(self) -> str:
         """Return the template with definitions of bos_token and similar variables, so that it needs no other configuration. The
@@ -163,24 +169,18 @@ class ChatFormat:
 
         arguments: further variables of the template, by name.
         """
-        is_answer = [message["role"] == "assistant" for message in messages]
-        loss_mask = is_answer if loss_mask is None else loss_mask
+        if loss_mask is None:
+            loss_mask = [message["role"] == "assistant" for message in messages]
         rendering, turns, unused, context = self._render_complete(messages, tools, arguments, loss_mask)
-        loss_mask = [is_target and i not in context for i, is_target in enumerate(loss_mask)]
-        turn_mask = [True] * len(turns)
-        if loss_mask != is_answer:
-            if sum(is_answer) != len(turns):
-                raise TemplateFailure("the template does not have one {% generation %} block for each answer")
-            turn_mask = list(itertools.compress(loss_mask, is_answer))
-        return self._encode_rendered(rendering, turns, turn_mask), unused
+        targets = {i for i, is_target in enumerate(loss_mask) if is_target} - context
+        return self._encode_rendered(rendering, turns, targets), unused
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         """Encode messages up to the start of the next answer. Raises TemplateFailure if the template cannot render them."""
         data = template_data(messages, None, {})
         rendering = self._render_data(data, True)
-        located = self._locate(rendering, data, True).values()
-        turns = [turn for turn in located if turn]
-        return self._encode_rendered(rendering, turns, [False] * len(turns))[0]
+        turns = {i: turn for i, turn in self._find(rendering, data).items() if turn}
+        return self._encode_rendered(rendering, turns, ())[0]
 
     def encode_prompt_completion(self, document: PromptCompletion) -> TokensAndMask:
         """Encode a document without the template. The prompt, and BOS if the tokenizer adds it, are not targets. The completion
@@ -203,8 +203,6 @@ class ChatFormat:
             if name not in self._template.variables or name in ("messages", "tools", *self._names):
                 raise TemplateFailure(f"chat_template_kwargs sets {name}, which is no variable that the template reads")
         encoded, names = self._encode(parsed.messages, parsed.tools, parsed.arguments, list(parsed.loss_mask))
-        if not any(encoded[1]):
-            raise TemplateFailure("the template marks no text as a target")
         return encoded, tuple(sorted(unused | names))
 
     def without_ignored_fields(self, document: Any) -> tuple[Any, set[str]]:
@@ -214,21 +212,14 @@ class ChatFormat:
     def validate_template(self) -> None:
         """Raise ConfigError if training inputs would differ from inference prompts.
 
-        They differ if the template rewrites earlier turns, or emits the assistant's header only together with an answer.
+        They differ if the template emits the assistant's header only together with an answer.
         """
         try:
             rendering, turns, *_ = self._render_complete(_PROBE, None, {}, [False, True] * 2)
-            tokens, targets = self._encode_rendered(rendering, turns, [True] * len(turns))
-            if not self._template.has_generation_blocks and self._marker is None:
-                self._check_header(rendering.text[slice(*turns[0])])
+            self._encode_rendered(rendering, turns, ())
+            self._check_header(rendering.text, turns[1][0])
         except TemplateFailure as failure:
             raise self._refusal(failure) from None
-        answers = "".join(rendering.text[start:stop] for start, stop in turns)
-        following = [*targets[1:], False]
-        ends = {token for token, now, later in zip(tokens, targets, following, strict=True) if now and not later}
-        if answers.count(_ANSWER) != 2 or answers.count(_QUESTION["content"]) or not ends <= self._encoder.special_ids:
-            reason = "must contain each answer with its end-of-turn token"
-            raise self._refusal(TemplateFailure(f"the template's {{% generation %}} blocks {reason}"))
 
     # ---------------------------------------------------------------- text
 
@@ -244,10 +235,10 @@ class ChatFormat:
         tools: Sequence[Mapping] | None,
         arguments: Mapping[str, Any],
         loss_mask: Sequence[bool],
-    ) -> tuple[Rendering, list[Turn], set[str], set[int]]:
-        """Render a conversation. Return the text, the range of each answer, the names of the messages' unused fields, and the
-        indices of the answers that are context because the template omits their reasoning. Raises TemplateFailure if another part
-        of the conversation is not in the text, or an answer cannot be located."""
+    ) -> tuple[Rendering, dict[int, Turn], set[str], set[int]]:
+        """Render a conversation. Return the text, the range of each answer by the index of its message, the names of the
+        messages' unused fields, and the indices of the answers that are context because the template omits their reasoning.
+        Raises TemplateFailure if another part of the conversation is not in the text, or an answer cannot be located."""
         failures: list[TemplateFailure] = []
         for variant in variants(messages):
             data = template_data(variant, tools, arguments)
@@ -261,55 +252,46 @@ class ChatFormat:
                 self._special_names.check_origins(rendering.text, rendering.origins)
                 break
             except TemplateFailure as failure:
-                if self._marker is not None and not failure.way_out and self._marker.writes(variant, data, loss_mask):
-                    way_out = f'set data.chat_template = "{self._marker.name}", which writes it'
-                    failure = TemplateFailure(failure.reason, way_out)
                 failures.insert(0, failure)  # it says more than an error in the template
         else:
             if any(message["role"] == "system" for message in messages) and not failures[0].way_out:
                 raise TemplateFailure(failures[0].reason, self._way_to_write_system)
             raise failures[0]
-        located = self._locate(rendering, data, False)
-        for i, turn in located.items():
+        turns = self._find(rendering, data)
+        for i, is_target in enumerate(loss_mask):
+            if is_target and i not in turns:
+                raise TemplateFailure(f"the template writes no text of message {i + 1}, an answer to train on")
+        for i, turn in turns.items():
             if turn is None:
-                reason = f"the template renders message {i + 1} differently in a prompt or in a longer conversation"
-                if self._marker is not None:
-                    reason += f", and differently from the shipped template {self._marker.name}"
-                raise TemplateFailure(reason, self._way_out(_MARK_THE_ANSWERS))
-        return rendering, list(located.values()), unused, context
+                reason = f"the template begins message {i + 1} otherwise than the prompt for it"
+                raise TemplateFailure(reason, self._way_out(_CORRECT_PROMPT))
+        return rendering, turns, unused, context
 
-    def _encode_rendered(self, rendering: Rendering, turns: Sequence[Turn], turn_mask: Sequence[bool]) -> TokensAndMask:
+    def _encode_rendered(
+        self, rendering: Rendering, turns: Mapping[int, Turn], targets: Collection[int]
+    ) -> TokensAndMask:
         try:
-            return self._encoder.encode(rendering, turns, turn_mask, marked=self._template.has_generation_blocks)
+            return self._encoder.encode(rendering, turns, targets)
         except MissingTokens as missing:
             raise self._missing_tokens_error(missing.names) from None
 
-    def _locate(
-        self, rendering: Rendering, data: Mapping[str, Any], add_generation_prompt: bool
-    ) -> dict[int, Turn | None]:
-        """Return the range of each answer in a rendering by the index of its message, or of each {% generation %} block."""
-        if self._marker is not None:
-            turns = self._marker.locate(rendering, data, self._render_data, add_generation_prompt)
-            if all(turns.values()):
-                return turns
-        if self._template.has_generation_blocks:
-            return dict(enumerate(rendering.blocks))
-
-        def render_text(leading: Sequence[Message], with_prompt: bool) -> str:
-            if len(leading) == len(data["messages"]) and with_prompt == add_generation_prompt:
-                return rendering.text
-            return self._render_data({**data, "messages": leading}, with_prompt).text
-
-        return locate_answers(rendering, data, render_text)
+    def _text_up_to(self, messages: Sequence[Message], i: int) -> str:
+        """Return the text of a conversation up to the end of answer `i`."""
+        data = template_data(messages, None, {})
+        rendering = self._render_data(data, False)
+        turn = self._find(rendering, data).get(i)
+        return rendering.text[: turn[1]] if turn else ""
 
     def _find(self, rendering: Rendering, data: Mapping[str, Any]) -> dict[int, Turn | None]:
-        """Return the range of each answer in a rendering by the index of its message."""
-        return find_turns(
-            rendering,
-            data,
-            lambda messages: self._render_data({**data, "messages": messages}, True),
-            lambda start, stop: self._encoder.end_of_turn(rendering, start, stop, self.end_of_turn),
-        )
+        """Return the range of each answer in a rendering. See find_answers. Raises TemplateFailure if an answer has no end."""
+
+        def end_of_turn(start: int, stop: int) -> int:
+            return self._encoder.end_of_turn(rendering, start, stop, self.end_of_turn)
+
+        def render_prompt(leading: Sequence[Message]) -> Rendering:
+            return self._render_data({**data, "messages": leading}, True)
+
+        return find_answers(rendering, data, render_prompt, end_of_turn)
 
     # ---------------------------------------------------------------- checks of a template
 
@@ -335,12 +317,21 @@ class ChatFormat:
             ends += [self._special[name] for name, is_special in following if is_special and name in self._special][:1]
         return ends
 
-    def _check_header(self, first_answer: str) -> None:
-        with_prompt, without_prompt = (self._render([_QUESTION], is_prompt).text for is_prompt in (True, False))
-        header = first_answer.partition(_ANSWER)[0]
-        if with_prompt == without_prompt and header.strip():
-            reason = "before an answer, but not when add_generation_prompt is set"
-            raise TemplateFailure(f"the template writes {header!r} {reason}", self._way_out(_MARK_THE_ANSWERS))
+    def _check_header(self, text: str, start: int) -> None:
+        """Raise TemplateFailure if the template writes a header before an answer, but not in the prompt for it.
+
+        Args:
+            text: Rendered probe.
+            start: Where its first answer starts.
+        """
+        with_prompt, without_prompt = (self._render([QUESTION], is_prompt).text for is_prompt in (True, False))
+        header = text[start:].partition(_ANSWER)[0]
+        if header.strip() and start <= common_start(with_prompt, without_prompt):
+            instead = "nothing" if with_prompt == without_prompt else "something else"
+            raise TemplateFailure(
+                f"the template writes {header!r} before an answer, but {instead} when add_generation_prompt is set",
+                self._way_out(_CORRECT_PROMPT),
+            )
 
     def _refusal(self, failure: TemplateFailure) -> ConfigError:
         """Return the error of a template that cannot be used, with a way out."""
@@ -357,14 +348,14 @@ class ChatFormat:
     @functools.cached_property
     def _way_to_write_system(self) -> str:
         """Advice that names a shipped template with the same turns, which writes system messages, or "" if this one does too."""
-        data = template_data([{"role": "system", "content": "A rule."}, *_PROBE], None, {})
-        with contextlib.suppress(TemplateFailure):
-            self._render_data(data, False)
+        if _writes_rule(self._template, self._names):
             return ""
-        others = {name: text for name, text, _ in marking_templates(self._render(_PROBE).text)}
+        plain = template_data(_PROBE, None, {})
+        turns = self._render_data(plain, False).text
         for name in fitting_templates(self.template, self._special, self._names):
+            other = ChatTemplate.compile(read_template(name)[0])
             with contextlib.suppress(TemplateFailure):
-                if name in others and ChatTemplate.compile(others[name]).render(self._names, data, False):
+                if other.render(self._names, plain, False).text == turns and _writes_rule(other, self._names):
                     return f'set data.chat_template = "{name}", which writes system messages'
         return ""
 
@@ -383,6 +374,17 @@ class ChatFormat:
             pairs = ", ".join(f'"{name}" = "{token}"' for name, token in zip(names, reserved, strict=True))
             ways.append(f"set tokenizer.reuse_reserved_tokens = {{ {pairs} }} to add them")
         return TemplateFailure(reason, ", or ".join(ways))
+
+
+def _writes_rule(template: ChatTemplate, names: Mapping[str, str]) -> bool:
+    """Return whether a template writes system messages."""
+    messages = [_RULE, *_PROBE]
+    data = template_data(messages, None, {})
+    try:
+        check_written(template, template.render(names, data, False), messages, data, [False] * len(messages))
+    except TemplateFailure:
+        return False
+    return True
 
 
 def load_chat_format(

@@ -29,11 +29,8 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from trainer.base.system.signals import STOP_SIGNALS
-from trainer.data.chat.traced import BEGIN, END, TEMPLATE, UNKNOWN, Traced, join, literal, origins_of, to_json, trace
+from trainer.data.chat.traced import Traced, join, literal, origins_of, to_json, trace
 
-BEGIN_MARK, END_MARK = "generation_begins", "generation_ends"
-"""Template variables whose text is written before and after the body of {% generation %}."""
-_MARKS = {BEGIN_MARK: Traced("\ue000", BEGIN), END_MARK: Traced("\ue001", END)}
 _DATE = datetime(2024, 7, 26)
 """Date that strftime_now() returns, so that tokens do not depend on the day. It is Llama 3.1's default date. If the
 date is changed, _VERSION in format.py must be changed too, because fingerprints do not contain the date."""
@@ -44,15 +41,14 @@ OUT_OF_MEMORY = 3
 
 
 class _Generation(Extension):
-    """Jinja extension for {% generation %} ... {% endgeneration %} blocks. A block encloses an answer and its end of turn."""
+    """Jinja extension for {% generation %} ... {% endgeneration %}, which transformers defines. The block writes its body: the
+    origins of the text show where the answers are."""
 
     tags = {"generation"}  # noqa: RUF012  the type is Jinja's
 
-    def parse(self, parser: Parser) -> list[nodes.Node]:
+    def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        begin, end = (nodes.Output([nodes.Name(name, "load")]) for name in (BEGIN_MARK, END_MARK))
-        return [begin.set_lineno(line), nodes.Scope(body).set_lineno(line), end.set_lineno(line)]
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True)).set_lineno(line)
 
 
 class _TracingCode(CodeGenerator):
@@ -158,40 +154,13 @@ def _render(
         if isinstance(message.get("role"), str):
             message["role"] = literal(message["role"])  # one of ROLES: templates compose special tokens of them
     data["messages"] = [_Message(message, read) for message in data["messages"]]
-    variables = {"documents": None} | {name: literal(text) for name, text in names.items()} | _MARKS
+    variables = {"documents": None} | {name: literal(text) for name, text in names.items()}
     variables |= data.pop("arguments") | data
     text = template.render(variables, add_generation_prompt=add_generation_prompt)
     if len(text) > MAX_CHARACTERS:
         raise TemplateError(f"the template writes more than {MAX_CHARACTERS} characters")
-    text, turns = _without_marks(text)
     runs = [(origin, len(list(group))) for origin, group in itertools.groupby(origins_of(text))]
-    return text, runs, turns, sorted(name for name in read if isinstance(name, str))
-
-
-def _without_marks(marked: Traced) -> tuple[Traced, list[tuple[int, int]]]:
-    """Return the text without marks, and the (start, stop) of each marked range in the returned text."""
-    origins = origins_of(marked)
-    parts, turns, length, end, begin = [], [], 0, 0, None
-    for i in (i for i, origin in enumerate(origins) if origin in (BEGIN, END)):
-        parts.append(marked[end:i])
-        length, end = length + i - end, i + 1
-        if (origins[i] == BEGIN) != (begin is None):
-            raise TemplateError("the template nests {% generation %} blocks")
-        if origins[i] == BEGIN:
-            begin = length
-        else:
-            written = "".join(map(origins_of, parts))[begin:]
-            if turns and turns[-1][1] == begin < length and set(written) == {TEMPLATE}:
-                turns[-1] = turns[-1][0], length  # the second block holds only the end of the answer
-            elif begin < length:
-                turns.append((begin, length))
-            begin = None
-    text = join([*parts, marked[end:]])
-    if any(mark in text for mark in _MARKS.values()):
-        unknown = {c for c, origin in zip(text, origins_of(text), strict=True) if origin == UNKNOWN}
-        if not unknown.isdisjoint(_MARKS.values()):
-            raise TemplateError("the template processes the text of a {% generation %} block")
-    return text, turns
+    return text, runs, sorted(name for name in read if isinstance(name, str))
 
 
 def _reason(error: Exception) -> str:

@@ -35,8 +35,6 @@ class Rendering:
     text: str
     origins: str
     """Origin of each character of the text (traced.py): the template, an untraced operation, or a string of the data."""
-    blocks: list[tuple[int, int]]
-    """Half-open range (start, stop) of each {% generation %} block in the text."""
     read: frozenset[str]
     """Names of the fields that the template read from a message."""
 
@@ -72,11 +70,6 @@ class ChatTemplate:
         template.tags = [text for text in constants if re.fullmatch(r"[<\[].+[>\]]", text)]
         return template
 
-    @property
-    def has_generation_blocks(self) -> bool:
-        """Whether {% generation %} blocks mark the answers."""
-        return sandbox.BEGIN_MARK in self.variables
-
     def _start(self) -> tuple[list[str], list[str]]:
         """Start the process that renders the template. Return the names of its variables and its constant strings."""
         command = [sys.executable, "-m", sandbox.__name__, str(self._cpu_s), str(self._memory_mib)]
@@ -101,9 +94,9 @@ class ChatTemplate:
         """
         if self._process.poll() is not None:  # an earlier conversation exceeded a limit
             self._start()
-        text, runs, blocks, read = self._request((names, data, add_generation_prompt))
+        text, runs, read = self._request((names, data, add_generation_prompt))
         origins = "".join(origin * length for origin, length in runs)
-        return Rendering(text, origins, [tuple(block) for block in blocks], frozenset(read))
+        return Rendering(text, origins, frozenset(read))
 
     def _request(self, request: Any) -> Any:
         with contextlib.suppress(BrokenPipeError):

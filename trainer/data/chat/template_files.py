@@ -16,25 +16,28 @@ from trainer.data.tokenizer.special_tokens import SPECIAL_LOOKING
 
 SETTING = "data.chat_template"
 _FOLDER = Path(__file__).with_name("templates")
-_PROMPT_ENDS = {
-    "qwen3": "<|im_start|>assistant\n",
-    "smollm3": "<|im_start|>assistant\n",
-    "olmo3": "<|im_start|>assistant\n",
-    "qwen2.5": "<|im_start|>assistant\n",
-    "llama3.1": "<|start_header_id|>assistant<|end_header_id|>\n\n",
-    "ministral3": "[/INST]",
-    "mistral-nemo": "[/INST]",
-    "mistral-v0.3": "[/INST]",
-    "olmo2": "<|assistant|>\n",
-    "granite3": "<|start_of_role|>assistant<|end_of_role|>",
-    "gemma2": "<start_of_turn>model\n",
-    "gemma3": "<start_of_turn>model\n",
-    "phi3": "<|assistant|>\n",
-    "phi4": "<|im_start|>assistant<|im_sep|>",
-    "phi4-mini": "<|assistant|>",
-}
-"""Name of a shipped template that marks answers by {% generation %} blocks -> the text before an answer."""
-BUILT_IN = {name: _FOLDER / f"{name}.jinja" for name in ("llama2", "llama3", "chatml", *_PROMPT_ENDS)}
+_SHIPPED = [
+    "llama2",
+    "llama3",
+    "chatml",
+    "qwen3",
+    "smollm3",
+    "olmo3",
+    "qwen2.5",
+    "llama3.1",
+    "ministral3",
+    "mistral-nemo",
+    "mistral-v0.3",
+    "olmo2",
+    "granite3",
+    "gemma2",
+    "gemma3",
+    "phi3",
+    "phi4",
+    "phi4-mini",
+]
+"""Names of the shipped templates. Where several fit, the first is named."""
+BUILT_IN = {name: _FOLDER / f"{name}.jinja" for name in _SHIPPED}
 _VARIABLES = ("bos_token", "eos_token")
 _TAG = r"\[/?[A-Z]+\]"
 """Pattern of tags that are plain text, such as [INST]."""
@@ -93,14 +96,6 @@ def own_template(files: Mapping[str, bytes]) -> str:
         if isinstance(found, str) and found:
             return found
     return ""
-
-
-def marking_templates(text: str) -> Iterator[tuple[str, str, str]]:
-    """Yield (name, Jinja text, text before an answer) of each shipped template that marks answers, if `text`, a conversation,
-    contains the text before an answer."""
-    for name, prompt_end in _PROMPT_ENDS.items():
-        if prompt_end in text:
-            yield name, _read(BUILT_IN[name]), prompt_end
 
 
 def fitting_templates(template: str, special_tokens: Collection[str], names: Mapping[str, str]) -> Iterator[str]:

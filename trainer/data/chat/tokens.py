@@ -1,7 +1,7 @@
 """Tokens of rendered texts, and which of them are targets."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from trainer.data.chat.answers import Turn
@@ -47,16 +47,13 @@ class RenderingEncoder:
         self.special_ids = frozenset(special.values())
         self.names = names
 
-    def encode(
-        self, rendering: Rendering, turns: Sequence[Turn], turn_mask: Sequence[bool], marked: bool
-    ) -> TokensAndMask:
+    def encode(self, rendering: Rendering, turns: Mapping[int, Turn], targets: Collection[int]) -> TokensAndMask:
         """Encode a rendered text.
 
         Args:
             rendering: The text.
-            turns: Range of each answer in the text.
-            turn_mask: Whether each answer is a target, shape (turns,).
-            marked: Whether the template itself marks the answers, with generation blocks.
+            turns: Range of each answer in the text, by the index of its message.
+            targets: Indices of the answers that are targets.
 
         Raises:
             TemplateFailure: The text cannot be encoded.
@@ -64,10 +61,10 @@ class RenderingEncoder:
         """
         encoded = _Encoded()
         end = 0
-        for (start, stop), is_target in zip(turns, turn_mask, strict=True):
+        for i, (start, stop) in turns.items():
             self._extend(encoded, self.pieces(rendering, end, start), is_target=False)
-            end = self._end_of_turn(rendering, start, stop, marked)
-            self._extend(encoded, self.pieces(rendering, start, end), is_target)
+            self._extend(encoded, self.pieces(rendering, start, stop), i in targets)
+            end = stop
         self._extend(encoded, self.pieces(rendering, end), is_target=False)
         return encoded.tokens, encoded.targets
 
@@ -86,9 +83,10 @@ class RenderingEncoder:
             raise TemplateFailure("the tokenizer encodes plain text as a special token")
         return tokens
 
-    def end_of_turn(self, rendering: Rendering, start: int, stop: int, ends: Sequence[int]) -> int | None:
-        """Return the offset after the first of the tokens `ends` in text[start:stop], or None. A call may end by another token. If
-        there is none of `ends`, return the offset after the first special token behind all characters of unknown origin."""
+    def end_of_turn(self, rendering: Rendering, start: int, stop: int, ends: Collection[int]) -> int:
+        """Return the offset after the first of the tokens `ends` in a part of a text. A call may end by another token: if there
+        is none of `ends`, return the offset after the first special token behind all text of unknown origin. Raises
+        TemplateFailure if there is no such token."""
         first = None
         for piece, is_special in self.pieces(rendering, start, stop):
             has_unknown = UNKNOWN in rendering.origins[start : start + len(piece)]
@@ -97,19 +95,9 @@ class RenderingEncoder:
                 return start
             if is_special or has_unknown:
                 first = None if has_unknown else first or start
-        return first
-
-    def _end_of_turn(self, rendering: Rendering, start: int, stop: int, marked: bool) -> int:
-        """Return the offset after the special token that ends the turn in text[start:stop]. If the template has generation
-        blocks, this token may begin at `stop`."""
-        pieces = list(self.pieces(rendering, start, stop))
-        tail = pieces.pop()[0] if pieces and not pieces[-1][1] else ""
-        if pieces and not tail.strip():
-            return stop - len(tail)  # exclude white space after it, such as ChatML's line end: generation stops before
-        if not marked:
+        if first is None:
             raise TemplateFailure(NO_END_OF_TURN)
-        following, is_special = next(self.pieces(rendering, stop), ("", False))
-        return stop + len(following) if is_special else stop
+        return first
 
     def _extend(self, encoded: _Encoded, pieces: Iterator[tuple[str, bool]], is_target: bool) -> None:
         """Append the tokens of a text to `encoded`.

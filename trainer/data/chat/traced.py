@@ -12,8 +12,8 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-TEMPLATE, UNKNOWN, BEGIN, END = "tube"
-"""Origins of a character, each one character: the template; an untraced operation; the two marks of {% generation %}."""
+TEMPLATE, UNKNOWN = "tu"
+"""Origins of a character, each one character: the template, and an untraced operation."""
 _FIRST_DATA = 0x100
 _SURROGATES = range(0xD800, 0xE000)
 MAX_DATA = 1_000_000

@@ -55,12 +55,6 @@ def prepare(
         if data.dataset == "prepared":
             folder = concat_stores(data, tokenizer)
         else:
-            chat = _chat_format(data, tokenizer)
-            if chat is not None and chat.marked_by:
-                console.info(
-                    f"chat template of {data.chat_template}: it cannot mark the answers, so the shipped training template "
-                    f"{chat.marked_by} marks them; all tokens are those of {data.chat_template}"
-                )
             source, key, not_cached = locate(data, tokenizer, file_shard)
             folder = store_folder(data, key)
             # A complete store may be in a folder that cannot be written: it needs no lock.

@@ -137,6 +137,16 @@ def store_digest(folder: Path) -> str:
     return digest((folder / "store.json").read_bytes())
 
 
+def splits_digest(folder: Path) -> str:
+    """Return a digest of the documents of a store, their tokens and their targets, or "" if the store cannot be read."""
+    try:
+        files = read_description(folder)["files"]
+        digests = {name: files[name]["digest"] for name in sorted(files) if name.partition(".")[0] in SPLITS}
+        return digest(json.dumps(digests).encode()) if digests else ""
+    except (ConfigError, KeyError, TypeError, AttributeError):
+        return ""
+
+
 def open_store(folder: Path, split: str) -> TokenStore:
     """Open one split of a store. Raises ConfigError if file sizes do not match store.json. Digests are not checked."""
     description = read_description(folder)

@@ -1,7 +1,6 @@
-"""Published-style templates of all families: which of them a shipped template marks, and that no answer is marked wrongly."""
+"""Published-style templates of all families, and the shipped templates of the same turns: where their answers are."""
 
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -16,22 +15,13 @@ from tests.data.chat.test_corpus import AS_TEXT, EQUAL, Day, outcome
 from trainer.base.config import ConfigError, DataConfig, TokenizerConfig
 from trainer.data.chat.format import ChatFormat, load_chat_format
 from trainer.data.chat.template import TemplateFailure
-from trainer.data.chat.template_files import marking_templates
+from trainer.data.chat.template_files import BUILT_IN
 from trainer.data.prepare.encode import chat_format
 from trainer.data.tokenizer.backends import load_tokenizer
 
-MARKERS = {
-    "Qwen 3": "qwen3",
-    "SmolLM 3": "smollm3",
-    "OLMo 3": "olmo3",
-    "OLMo 3 Think": "olmo3",
-    "Phi 3": "phi3",
-    "Phi 3.5": "phi3",
-    "Phi 4 mini": "phi4-mini",
-    "Mistral v0.3": "mistral-v0.3",
-    "Mistral Nemo": "mistral-nemo",
-}
-"""Family whose template cannot mark answers -> shipped template that marks them."""
+REWRITING = {"Qwen 3", "Mistral v0.3", "Mistral Nemo", "OLMo 3", "OLMo 3 Think", "gpt-oss", "DeepSeek V3"}
+"""Families whose template writes an earlier answer, or its prompt, otherwise than the last one."""
+REWRITING_SHIPPED = {"qwen3", "olmo3"}
 FEW = ("two turns", "white space around messages", "the name of a special token in an answer")
 
 
@@ -55,70 +45,62 @@ def folder_of(tmp_path_factory):
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_templates_of_the_families_give_the_tokens_of_transformers(name, tmp_path):
     loaded = load(name, tmp_path / "family")
-    assert loaded.chat.marked_by == MARKERS.get(name, "")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("transformers.utils.chat_template_utils.datetime", Day)
         assert [outcome(loaded, SHAPES[shape]) for shape in FEW] == [EQUAL, EQUAL, AS_TEXT]
 
 
-@pytest.mark.parametrize(
-    ("name", "own"),
-    [
-        ("llama3.1", "Llama 3.1"),
-        ("qwen2.5", "Qwen 2.5"),
-        ("qwen3", "Qwen 3"),
-        ("mistral-v0.3", "Mistral v0.3"),
-        ("ministral3", "Ministral 3"),
-        ("smollm3", "SmolLM 3"),
-        ("olmo2", "OLMo 2"),
-        ("olmo3", "OLMo 3"),
-        ("granite3", "Granite 3"),
-        ("gemma2", "Gemma 2"),
-        ("gemma3", "Gemma 3"),
-        ("phi3", "Phi 3"),
-        ("phi4", "Phi 4"),
-        ("phi4-mini", "Phi 4 mini"),
-    ],
-)
-def test_a_shipped_template_writes_and_marks_what_the_published_one_does(name, own, folder_of):
+@pytest.mark.parametrize("name", FAMILIES | OTHERS)
+def test_it_is_known_which_published_templates_write_an_earlier_answer_otherwise_than_the_last(name, folder_of):
+    folder = folder_of(name)
+    chat = load_chat_format(str(folder), tokenizer_of(folder))
+    assert (chat.rewrites_turns, chat.has_generation_tags) == (
+        name in REWRITING,
+        name in ("SmolLM 3", "gpt-oss", "DeepSeek V3"),
+    )
+
+
+SHIPPED = {
+    "llama3.1": "Llama 3.1",
+    "qwen2.5": "Qwen 2.5",
+    "qwen3": "Qwen 3",
+    "mistral-v0.3": "Mistral v0.3",
+    "mistral-nemo": "Mistral Nemo",
+    "ministral3": "Ministral 3",
+    "smollm3": "SmolLM 3",
+    "olmo2": "OLMo 2",
+    "olmo3": "OLMo 3",
+    "granite3": "Granite 3",
+    "gemma2": "Gemma 2",
+    "gemma3": "Gemma 3",
+    "phi3": "Phi 3",
+    "phi4": "Phi 4",
+    "phi4-mini": "Phi 4 mini",
+}
+"""Shipped template -> family of the same turns."""
+
+
+def test_all_shipped_templates_are_compared():
+    assert {*SHIPPED, "llama2", "llama3", "chatml"} == {*BUILT_IN}
+
+
+@pytest.mark.parametrize(("name", "own"), SHIPPED.items())
+def test_a_shipped_template_has_the_tokens_and_targets_of_the_published_one(name, own, folder_of):
     folder = folder_of(own)
     tokenizer = tokenizer_of(folder)
     shipped, published = (
         chat_format(DataConfig(chat_template=name), tokenizer),
         load_chat_format(str(folder), tokenizer),
     )
-    system = [] if own in ("Gemma 2", "Mistral v0.3") else [{"role": "system", "content": "Be brief."}]
+    system = [] if own in ("Gemma 2", "Mistral v0.3", "Mistral Nemo") else [{"role": "system", "content": "Be brief."}]
     talk = [*system, user(" Why? "), answer("So."), user("Really?"), answer("Yes.\n")]
     assert shipped.encode(talk) == published.encode(talk)
     assert shipped.prompt(talk[:-1]) == published.prompt(talk[:-1])
-    assert (shipped.marked_by, published.marked_by) == ("", MARKERS.get(own, ""))
+    assert shipped.rewrites_turns == (name in REWRITING_SHIPPED)
+    assert not shipped.has_generation_tags
     assert published.self_contained() == (folder / "chat_template.jinja").read_text(), (
         "exports have the folder's template"
     )
-
-
-def test_transformers_finds_the_answers_in_the_blocks_of_shipped_templates(folder_of):
-    from transformers import AutoTokenizer
-
-    peer = AutoTokenizer.from_pretrained(folder_of("Qwen 3"))
-    talk = [
-        user("Why?"),
-        answer("So.", reasoning_content="Hm."),
-        user("Really?"),
-        answer("Yes.", reasoning_content="Hm."),
-    ]
-    for name, text, _ in marking_templates("<|im_start|>assistant\n[/INST]<|assistant|>\n"):
-        encoded = peer.apply_chat_template(
-            talk,
-            chat_template=text,
-            return_dict=True,
-            return_assistant_tokens_mask=True,
-            eos_token="<|im_end|>",
-            bos_token="",
-        )
-        tokens, mask = encoded["input_ids"], encoded["assistant_masks"]
-        assert len(re.findall("1+", "".join(map(str, mask)))) == 2, name
-        assert "Yes." in peer.decode([t for t, m in zip(tokens, mask, strict=True) if m]), name
 
 
 def test_a_prompt_that_opens_the_reasoning_is_no_target(folder_of, tmp_path):
@@ -146,15 +128,14 @@ LLAMA3_ALWAYS = (  # as Llama 3 was first published
 )
 
 
-def test_an_earlier_form_of_a_family_s_template_is_marked_too(folder_of):
+def test_a_template_that_always_ends_with_the_header_of_an_answer_has_the_targets_of_its_family(folder_of):
     chat = ChatFormat.compile(LLAMA3_ALWAYS, tokenizer_of(folder_of("Llama 3")))
     (tokens, targets), _ = chat.encode_document(turns(user("?"), answer("One."), user("?"), answer("Two.")))
-    assert chat.marked_by == "llama3.1"
     marked = chat.tokenizer.decode([t for t, target in zip(tokens, targets, strict=True) if target])
     assert marked == "One.<|eot_id|>Two.<|eot_id|>"
 
 
-def test_an_answer_that_the_shipped_template_writes_differently_is_refused(folder_of):
+def test_what_a_template_adds_to_an_answer_before_its_end_is_a_target(folder_of):
     folder = folder_of("Qwen 3")
     text = (folder / "chat_template.jinja").read_text()
     changed = text.replace(
@@ -163,14 +144,9 @@ def test_an_answer_that_the_shipped_template_writes_differently_is_refused(folde
     )
     assert changed != text
     chat = ChatFormat.compile(changed, tokenizer_of(folder))
-    assert chat.marked_by == "qwen3"
-    chat.encode([user("Why?"), answer("So."), user("Why?"), answer("So.")])
-    with pytest.raises(TemplateFailure) as failure:
-        chat.encode([user("Why?"), answer("x"), user("Why?"), answer("So.")])
-    assert failure.value.reason == (
-        "the template renders message 2 differently in a prompt or in a longer conversation, and differently from the shipped "
-        "template qwen3"
-    )
+    tokens, targets = chat.encode([user("Why?"), answer("x"), user("Why?"), answer("So.")])
+    trained = chat.tokenizer.decode([t for t, target in zip(tokens, targets, strict=True) if target])
+    assert trained == "x!<|im_end|><think>\n\n</think>\n\nSo.<|im_end|>"
 
 
 def test_a_system_message_that_the_template_omits_is_refused_with_a_way_out(folder_of):
@@ -180,7 +156,8 @@ def test_a_system_message_that_the_template_omits_is_refused_with_a_way_out(fold
     with pytest.raises(TemplateFailure) as failure:
         chat.encode_document(document)
     assert str(failure.value) == (
-        'the template does not write the content of message 1 (system); set data.chat_template = "mistral-v0.3", which writes it'
+        'the template does not write the content of message 1 (system); set data.chat_template = "mistral-v0.3", which writes '
+        "system messages"
     )
     named = chat_format(DataConfig(chat_template="mistral-v0.3"), tokenizer_of(folder))
     text = named.tokenizer.decode(named.encode_document(document)[0][0])
@@ -201,15 +178,6 @@ def test_names_that_only_look_special_are_text_in_the_tokenizer_s_own_template(f
     assert error.value.message.startswith(
         "the template writes <|user|>, <|assistant|>, <|system|>, which the tokenizer does not have"
     )
-
-
-def test_the_marker_is_part_of_the_fingerprint(folder_of, monkeypatch):
-    folder = folder_of("Phi 3")
-    tokenizer = tokenizer_of(folder)
-    chat = load_chat_format(str(folder), tokenizer)
-    fingerprint = chat.fingerprint
-    monkeypatch.setattr(chat, "_marker", None)
-    assert chat.fingerprint != fingerprint
 
 
 def test_the_template_is_found_among_the_files_of_a_tokenizer(folder_of, tmp_path):
