@@ -37,7 +37,7 @@ def run(config: Config, listener: SignalListener) -> int:
 
     from trainer.build import build_trainer
     from trainer.checkpoint.commit import SaveFailed
-    from trainer.data.sampling.workers import LoadingFailed
+    from trainer.data.store.arrays import LoadingFailed
     from trainer.resilience.guard import TrainingDiverged
     from trainer.run.resolve import resolve
     from trainer.run.run_folder import acquire_lock, already_finished, open_log, release_if_empty, resume_point

@@ -129,7 +129,7 @@ def build_trainer(
         config=config,
         state=state,
         engine=engine,
-        data=TrainingData(config, datasets, partition, device, stop),
+        data=TrainingData(config, datasets, partition, device),
         samples=_build_samples(config, resolved, text, prompts, initial, partition, device),
         evaluator=_build_evaluator(config, initial, partition, device, evaluated),
         checkpoints=checkpoints,

@@ -2,9 +2,9 @@
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from itertools import islice
 
 import numpy as np
 import torch
@@ -12,7 +12,7 @@ import torch
 from trainer.base.config import ConfigError, EvaluationConfig
 from trainer.base.system import console
 from trainer.base.system.spelling import did_you_mean
-from trainer.batch import IGNORE_INDEX, Batch
+from trainer.batch import IGNORE_INDEX
 from trainer.data.sampling.loader import BatchPartition, evaluation_batches
 from trainer.data.sampling.samples import Samples
 from trainer.objective.objective import Objective
@@ -108,17 +108,19 @@ class Evaluator:
         return bool(self.datasets) and is_due(step, self.config.interval_steps, self.steps)
 
     def run(
-        self, dataset: EvalSet, step: Step, loading: Callable[[Iterator[Batch]], Iterator[Batch]]
+        self, dataset: EvalSet, step: Step, loading: Callable[[], AbstractContextManager[None]]
     ) -> dict[str, float]:
         """Evaluate the model on one dataset. This is a collective call, and it returns the same metrics on all ranks. The loss is
         the mean over all target tokens or pairs. Loss and unigram entropy are in nats. bits_per_byte is the loss in bits per byte
-        of the targets' text. It is comparable between tokenizers, and it is omitted if the targets have no text. loading: yields
-        the microbatches of an iterator under supervision."""
-        batches = loading(
-            batch.to(self.device) for batch in evaluation_batches(dataset.samples, dataset.num_samples, self.partition)
-        )
-        parts = []
-        while microbatches := list(islice(batches, self.num_microbatches)):
+        of the targets' text. It is comparable between tokenizers, and it is omitted if the targets have no text. loading: context
+        manager of the wait for one microbatch."""
+        batches = evaluation_batches(dataset.samples, dataset.num_samples, self.partition)
+        total, parts = self.partition.num_microbatches(dataset.num_samples), []
+        for first in range(0, total, self.num_microbatches):
+            microbatches = []
+            for _ in range(first, min(first + self.num_microbatches, total)):
+                with loading():
+                    microbatches.append(next(batches).to(self.device))
             parts.append(step.evaluate(microbatches, self.objective))
         objective = self.objective
         num_terms = int(torch.stack([part.num_terms for part in parts]).sum().item())

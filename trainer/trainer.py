@@ -1,10 +1,9 @@
 """The training loop."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from itertools import islice
 
 from trainer.base.config import Config
 from trainer.base.system import console
@@ -83,6 +82,7 @@ class Trainer:
                 console.warning(str(failure))
             raise
         finally:
+            batches.close()
             self.watchdog.close()
             self.checkpoints.close()
             self.stop.has_ended = True
@@ -112,14 +112,17 @@ class Trainer:
             message = "(no checkpoint saved, because [checkpoint] enabled = false)"
         console.info(f"stopped at step {self.state.step} {message}")
 
-    def train_step(self, batches: Iterator[Batch]) -> StepResult:
+    def train_step(self, batches: Generator[Batch]) -> StepResult:
         """Run one optimizer step."""
         training = self.config.training
         num_samples = training.batch_size(self.state.step + 1)
         if self.profiler.starts_at(self.state.step + 1):
             self._profile(self.profiler.start)
         with self.metrics.section("data") as seconds:
-            microbatches = list(islice(batches, self.data.partition.num_microbatches(num_samples)))
+            microbatches = []
+            for _ in range(self.data.partition.num_microbatches(num_samples)):
+                with self.watchdog.loading():
+                    microbatches.append(next(batches))
         self.stragglers.after_data(seconds())
         lr = self._lr(self.state.step + 1)
         result = self.engine.step(microbatches, lr, self.stop.requested, self.checkpoints.before_update)
@@ -203,7 +206,7 @@ class Trainer:
             saves = self.checkpoints.save(self.state, suspect=outcome.suspect, last=last)
         self.metrics.log_saves(saves)
 
-    def roll_back(self, outcome: StepOutcome) -> Iterator[Batch]:
+    def roll_back(self, outcome: StepOutcome) -> Generator[Batch]:
         """Restore the latest checkpoint. Return the batches that follow it, without the samples of the skipped steps."""
         state = self.state
         self._wait_for_saves()
@@ -231,10 +234,10 @@ class Trainer:
         """What is done after some steps."""
         return self.metrics, self.evaluator, self.samples, self.checkpoints
 
-    def _start(self) -> Iterator[Batch]:
+    def _start(self) -> Generator[Batch]:
         self.metrics.rewind(self.state.step)
         self.stragglers.start()
-        return self.watchdog.loading(self.data.batches(self.state))
+        return self.data.batches(self.state)
 
     def _profile(self, work: Callable[[], None]) -> None:
         devices.synchronize(self.engine.device)  # the section must not include the work of the step

@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -169,24 +170,28 @@ def loading(store: Path, local_batch: int, seq: int) -> dict[str, Callable[[], i
     samples = ConcatSamples(open_store(store, "train"), seq, reset_positions=False)
     order = SampleOrder((len(samples),), parse_mixture((), ("data",)), seed=0, shuffle=True)
     cut = BatchPartition(local_batch_size=local_batch, rank=0, ranks=1)
-    batches = training_batches(samples, order, cut, 0, DataConfig(), pin_memory=False)
+    ways = {"loaded from the store": 0, "loaded ahead by a thread": DataConfig().prefetch}
+    batches = {
+        name: training_batches(samples, order, cut, 0, DataConfig(prefetch=count), pin_memory=False)
+        for name, count in ways.items()
+    }
+    mapped = np.memmap(store / "train.tokens", samples.store.tokens.dtype, mode="r")
     microbatches = LOADED_TOKENS // (local_batch * seq)
     tokens = microbatches * local_batch * seq
     generator = np.random.default_rng(0)
 
-    def load() -> int:
+    def load(name: str) -> int:
         for _ in range(microbatches):
-            next(batches)
+            next(batches[name])
         return tokens
 
     def baseline() -> int:
-        mapped = samples.store.tokens
         for _ in range(microbatches):
             rows = generator.integers(0, len(samples), local_batch)[:, None] * seq + np.arange(seq + 1)
             torch.from_numpy(mapped[rows].astype(np.int64))
         return tokens
 
-    return {"memory-mapped rows alone": baseline, "loaded from the store": load}
+    return {"memory-mapped rows alone": baseline} | {name: partial(load, name) for name in ways}
 
 
 def print_data(mib: int, local_batch: int, seq: int, repeats: int, folder: Path | None) -> None:
@@ -194,9 +199,9 @@ def print_data(mib: int, local_batch: int, seq: int, repeats: int, folder: Path 
         rates = interleaved(preparing(Path(own), mib, load_tokenizer(TokenizerConfig())), repeats)
         rates |= interleaved(loading(_store_in(Path(own)), local_batch, seq), repeats)
     table = Table(task="<26", tokens_per_second=">17", min_to_max=">29", of_baseline=">13")
-    for i, (name, of_repeats) in enumerate(rates.items()):
+    for name, of_repeats in rates.items():
         median = statistics.median(of_repeats)
-        if i % 2 == 0:
+        if name.endswith("alone"):
             baseline = median
         spread = f"{min(of_repeats):,.0f} - {max(of_repeats):,.0f}"
         table.row(name, f"{median:,.0f}", spread, f"{100 * median / baseline:.0f} %")

@@ -67,18 +67,18 @@ def signal_all(root, number):
 
 @pytest.mark.parametrize(("ranks", "number"), [(1, signal.SIGUSR1), (2, signal.SIGHUP)])
 def test_a_signal_to_every_process_of_a_job_saves(start, tmp_path, ranks, number):
-    """A terminal that closes, or Slurm, signals all processes, also data workers."""
-    process = start(ranks, "--data.num_workers", "1", "--checkpoint.async_mode", "thread")
+    """A terminal that closes, or Slurm, signals all processes."""
+    process = start(ranks, "--checkpoint.async_mode", "thread")
     await_step(process)
     found = signal_all(process, number)
-    assert len(found) >= 2 * ranks  # with a data worker for each rank
+    assert len(found) >= ranks
     assert_saved_and_stopped(process, tmp_path / "tiny")
 
 
 def test_signals_that_the_parent_ignores_do_not_end_a_run(start, tmp_path):
     """`nohup` ignores SIGHUP, and a script ignores SIGINT and SIGQUIT in its background jobs."""
     ignored = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT)
-    process = start(2, "--data.num_workers", "1", ignored=ignored)
+    process = start(2, ignored=ignored)
     await_step(process)
     for number in ignored:
         signal_all(process, number)
@@ -108,8 +108,8 @@ def test_a_suspended_run_continues(start, tmp_path):
     assert_saved_and_stopped(process, tmp_path / "tiny")
 
 
-def test_a_run_with_data_workers_writers_and_evaluations_is_suspended_repeatedly(start, tmp_path):
-    options = ["--data.num_workers", "1", "--checkpoint.async_mode", "thread", "--evaluation.interval_steps", "2"]
+def test_a_run_with_saves_and_evaluations_is_suspended_repeatedly(start, tmp_path):
+    options = ["--checkpoint.async_mode", "thread", "--evaluation.interval_steps", "2"]
     process = start(2, "--resilience.hang_timeout_s", "4", "--distributed.timeout_s", "5", *options)
     for _ in range(2):
         suspend(process, 6)

@@ -10,11 +10,12 @@ import errno
 import importlib.abc
 import importlib.util
 import json
-import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
+import traceback
 from pathlib import Path
 
 FAULT = json.loads(os.environ.get("FAULT", "null"))
@@ -149,18 +150,45 @@ def twice_as_slow(function):
     return slow
 
 
-def inject_hang_of_data_worker(samples) -> None:
-    """Hang a data worker before it loads its FAULT["microbatch"]-th microbatch, counted from 1."""
+def at_microbatch(samples, action) -> None:
+    """Call action before a rank loads its FAULT["microbatch"]-th microbatch, counted from 1. Evaluations do not count."""
     loaded = [0]
 
-    def hang_at_given_microbatch(self, index):
-        if multiprocessing.parent_process() is None:
-            return  # a rank reads the validation samples itself, before it forks the worker
+    def at_given_microbatch(self, index):
+        if "training_batches" not in {frame.name for frame in traceback.extract_stack()} and is_main_thread():
+            return
         loaded[0] += 1
         if is_on_this_rank() and loaded[0] == FAULT["microbatch"]:
-            hang()
+            action()
 
-    before(samples.ConcatSamples, "__getitem__", hang_at_given_microbatch)
+    before(samples.ConcatSamples, "__getitem__", at_given_microbatch)
+
+
+def is_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
+def inject_hang_of_data(samples) -> None:
+    """Hang the thread that loads a microbatch, as a disk does. FAULT["file"] tells that it hangs."""
+
+    def hang_thread():
+        Path(FAULT["file"]).touch()
+        threading.Event().wait()
+
+    at_microbatch(samples, hang_thread)
+
+
+def inject_read_error(samples) -> None:
+    def fail():
+        original = os.preadv
+
+        def failing(*_):
+            os.preadv = original
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        os.preadv = failing
+
+    at_microbatch(samples, fail)
 
 
 def inject_bad_gradients(trainer) -> None:
@@ -325,7 +353,8 @@ KINDS = {
     "desync": {"trainer.trainer": inject_desync},
     "slow": {"trainer.trainer": inject_slow_steps},
     "straggler": {"trainer.build": inject_straggler},
-    "hang_of_data": {"trainer.data.sampling.samples": inject_hang_of_data_worker},
+    "hang_of_data": {"trainer.data.sampling.samples": inject_hang_of_data},
+    "read_error": {"trainer.data.sampling.samples": inject_read_error},
     "gradient": {"trainer.trainer": inject_bad_gradients},
     "on_request": dict.fromkeys(("trainer.trainer", "trainer.checkpoint.storage"), inject_on_request),
     "crash": {

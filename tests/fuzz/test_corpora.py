@@ -233,7 +233,7 @@ def _stored(folder: Path) -> list[list[int]]:
     documents = []
     for split in SPLITS:
         store = open_store(folder, split)
-        documents += [store.tokens[a:b].tolist() for a, b in itertools.pairwise(store.documents.tolist())]
+        documents += [store.tokens[a:b].tolist() for a, b in itertools.pairwise(store.documents[:].tolist())]
     count = sum(read_description(folder)["splits"][split]["documents"] for split in SPLITS)
     assert count == len(documents)
     return documents

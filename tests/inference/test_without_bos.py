@@ -57,7 +57,7 @@ def test_documents_have_eos_at_their_end_and_no_bos(run, qwen_tokenizer):
     tokenizer = transformers.AutoTokenizer.from_pretrained(qwen_tokenizer)
     (folder,) = (path.parent for path in run.parent.glob("stores/*/store.json"))
     stores = [open_store(folder, split) for split in SPLITS]
-    tokens = [token for store in stores for token in store.tokens.tolist()]
+    tokens = [token for store in stores for token in store.tokens[:].tolist()]
     assert tokens[-1] == tokenizer.eos_token_id and set(tokens) & set(tokenizer.all_special_ids) == {tokens[-1]}
     text = tokenizer.decode(tokens[: tokens.index(tokenizer.eos_token_id)])
     assert tokens[: tokens.index(tokenizer.eos_token_id)] == tokenizer(text).input_ids

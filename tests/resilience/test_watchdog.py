@@ -41,7 +41,8 @@ def test_time_in_which_the_process_was_suspended_is_no_time_of_a_step(monkeypatc
 
 def wait_for_data(dog, wait):
     """Return the result of `wait`, which is called while the watchdog's process waits for a microbatch."""
-    return next(dog.loading(wait() for _ in range(1)))
+    with dog.loading():
+        return wait()
 
 
 def overdue_times():

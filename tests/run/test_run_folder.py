@@ -82,6 +82,15 @@ def test_every_changed_setting_is_logged(tmp_path, key):
         assert lines == [f"{key} {before} -> {after}"]
 
 
+def test_settings_of_another_version_are_logged(tmp_path):
+    now = to_toml(Config())
+    (tmp_path / "config.toml").write_text(now.replace("prefetch = 4", "num_workers = 0"))
+    assert set(changed_settings(ResumePoint(tmp_path, TrainState()), now)) == {
+        "data.num_workers 0 -> (not a setting)",
+        "data.prefetch (not a setting) -> 4",
+    }
+
+
 def test_a_changed_setting_that_is_fixed_on_resume_is_an_error():
     assert {key for key, setting in SETTINGS.items() if setting.constraint.fixed_on_resume} == FIXED
     pairs = "--data.dataset preference --data.path x --data.packing none --data.long_documents drop"

@@ -133,7 +133,7 @@ def _samples(
 
 def _one_sample(store: TokenStore, data: DataConfig) -> PackedIndex | None:
     """Return the packing of all tokens of a store in one sample, or None if the sample would have no target."""
-    bounds = store.documents if data.document_mask else np.array([0, len(store.tokens)])
+    bounds = store.documents[:] if data.document_mask else np.array([0, len(store.tokens)])
     lengths = np.diff(bounds) - 1  # the last token is only a label
     starts, lengths = bounds[:-1][lengths > 0], lengths[lengths > 0]
     if not len(starts) or not has_target(store, starts, lengths).any():

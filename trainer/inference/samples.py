@@ -5,7 +5,8 @@ stay where training has them, so FSDP, tensor, pipeline and context parallelism 
 training uses changes: neither parameters nor random generators.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -87,8 +88,8 @@ class SampleGenerator:
     def due(self, step: int) -> bool:
         return bool(self.prompts) and is_due(step, self.config.interval_steps, self.steps)
 
-    def run(self, step: Step, loading: Callable[[Iterator[Batch]], Iterator[Batch]]) -> list[dict[str, str]]:
-        """Return each prompt and its text, collectively. loading: yields the batches of an iterator under supervision."""
+    def run(self, step: Step, loading: Callable[[], AbstractContextManager[None]]) -> list[dict[str, str]]:
+        """Return each prompt and its text, collectively. loading: context manager in which a batch is made."""
         size = self.partition.ranks * self.partition.local_batch_size
         texts: list[str] = []
         for first in range(0, len(self.prompts), size):
@@ -96,14 +97,16 @@ class SampleGenerator:
         return [{"prompt": p, "text": text} for p, text in zip(self.config.prompts, texts, strict=True)]
 
     def _texts(
-        self, prompts: Sequence[list[int]], step: Step, loading: Callable[[Iterator[Batch]], Iterator[Batch]]
+        self, prompts: Sequence[list[int]], step: Step, loading: Callable[[], AbstractContextManager[None]]
     ) -> list[str]:
         """Continue the prompts, one in each row of the global microbatch."""
         first_row = self.partition.rank * self.partition.local_batch_size
         readout = NextLogits(shape=(len(prompts), self.vocab_size), first_row=first_row)
         rows, ended = [list(prompt) for prompt in prompts], [False] * len(prompts)
         generators = [torch.Generator().manual_seed(self.config.seed) for _ in prompts]
-        for batch in loading(self._batches(rows, ended, first_row)):
+        while not all(ended):
+            with loading():
+                batch = self._batch(rows[first_row : first_row + self.partition.local_batch_size])
             logits = step.read([batch], readout).reshape(readout.shape)[:, : self.tokenizer.vocab_size].double().cpu()
             # By one rank: processors differ in the last bit of a softmax.
             for i, token in enumerate(run_on_rank_0(lambda: self._sample(logits, ended, generators))):  # noqa: B023
@@ -126,18 +129,16 @@ class SampleGenerator:
             for row, done, generator in zip(logits, ended, generators, strict=True)
         ]
 
-    def _batches(self, rows: Sequence[list[int]], ended: Sequence[bool], first_row: int) -> Iterator[Batch]:
-        """Yield this rank's microbatch of the present rows, until all have ended. Rows without a prompt have no label."""
+    def _batch(self, rows: Sequence[list[int]]) -> Batch:
+        """Return this rank's microbatch of its rows. Rows without a prompt have no label."""
         size = self.partition.local_batch_size
-        while not all(ended):
-            tokens = torch.zeros(size, self.seq_len, dtype=torch.int64)
-            labels = torch.full_like(tokens, IGNORE_INDEX)
-            for i, row in enumerate(rows[first_row : first_row + size]):
-                tokens[i, : len(row)] = torch.tensor(row)
-                labels[i, len(row) - 1] = _MARK
-            positions = torch.arange(self.seq_len).repeat(size, 1)
-            batch = Batch(tokens, labels, positions, torch.zeros_like(tokens), torch.arange(size))
-            yield batch.to(self.device)
+        tokens = torch.zeros(size, self.seq_len, dtype=torch.int64)
+        labels = torch.full_like(tokens, IGNORE_INDEX)
+        for i, row in enumerate(rows):
+            tokens[i, : len(row)] = torch.tensor(row)
+            labels[i, len(row) - 1] = _MARK
+        positions = torch.arange(self.seq_len).repeat(size, 1)
+        return Batch(tokens, labels, positions, torch.zeros_like(tokens), torch.arange(size)).to(self.device)
 
     def _text(self, prompt: list[int], row: list[int], is_finite: bool) -> str:
         """Return the text after the prompt, without the token that ends it."""

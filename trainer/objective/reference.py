@@ -107,7 +107,7 @@ class ReferenceStore:
             num_samples: Number of samples that need values.
         """
         packings = samples.datasets if isinstance(samples, CombinedSamples) else [samples]
-        counts = np.concatenate([np.diff(packed.index.samples) for packed in packings])[:num_samples]
+        counts = np.concatenate([np.diff(packed.index.samples[:]) for packed in packings])[:num_samples]
         key = json.dumps([model, *(packed.index.name for packed in packings)])
         offsets = np.concatenate([[0], np.cumsum(counts)])
         own = folder / digest(key.encode())[:16]

@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import TypeVar
 
 import torch.distributed as dist
 
@@ -34,8 +33,6 @@ _MIN_SILENCE_S = 15.0
 
 _STORE_TIMEOUT_S = 10.0
 """Seconds that the store may take to answer, in addition to the heartbeats that the query waits for."""
-
-T = TypeVar("T")
 
 
 class Watchdog:
@@ -98,29 +95,25 @@ class Watchdog:
         self.longest_s *= max(1.0, growth)
         self.since, self.step, self.may_compile = now, step, False
 
-    def loading(self, batches: Iterator[T]) -> Iterator[T]:
-        """Yield the microbatches. If the step may compile, the wait for each of them is a step of its own that cannot. If this
-        rank was asked to stop, a wait that exceeds _STOP_S ends the process."""
-        end = object()
-        while True:
-            start, may_compile = self.clock.now(), self.may_compile
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Context manager for the wait for one microbatch. If the step may compile, the wait is a step of its own that cannot. If
+        this rank was asked to stop, a wait that exceeds _STOP_S ends the process."""
+        start, may_compile = self.clock.now(), self.may_compile
+        if may_compile:
+            self.since, self.may_compile = start, False
+        self.is_loading = True
+        try:
+            yield
+        finally:
+            now, self.is_loading = self.clock.now(), False
+            self.num_loaded, self.longest_load_s = self.num_loaded + 1, max(self.longest_load_s, now - start)
             if may_compile:
-                self.since, self.may_compile = start, False
-            self.is_loading = True
-            try:
-                batch = next(batches, end)
-            finally:
-                now, self.is_loading = self.clock.now(), False
-                self.num_loaded, self.longest_load_s = self.num_loaded + 1, max(self.longest_load_s, now - start)
-                if may_compile:
-                    self.since, self.may_compile = now, True
-            if batch is end:
-                return
-            yield batch
+                self.since, self.may_compile = now, True
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Context manager for an evaluation, in which a new step begins with each microbatch from `loading`."""
+        """Context manager for an evaluation, in which a new step begins after each `loading`."""
         before, may_compile = self.since, self.may_compile
         self.since, self.may_compile = self.clock.now(), True
         try:
@@ -200,9 +193,7 @@ class Watchdog:
     def _end(self, waited_s: float) -> None:
         lines = [f"[rank {dist.get_rank()}] no step has completed for {waited_s:.0f} s, since step {self.step}"]
         if self.is_loading:
-            lines.append(
-                "this rank waits for training data: a process of data.num_workers or the token store's disk hangs"
-            )
+            lines.append("this rank waits for training data: the disk or file system of the token store hangs")
         lines += waiting_collectives()
         if waits_for_stage(sys._current_frames().get(threading.main_thread().ident)):
             lines.append("waiting for another stage of the pipeline")

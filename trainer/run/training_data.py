@@ -1,7 +1,7 @@
 """The training data of a run: the datasets, the sample order, and this rank's part of each batch."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -19,7 +19,6 @@ from trainer.data.sampling.loader import BatchPartition, SampleOrder, training_b
 from trainer.data.sampling.mixture import require_unchanged_phases
 from trainer.data.sampling.samples import Samples
 from trainer.data.tokenizer.protocol import Tokenizer
-from trainer.resilience.stop_signals import StopRequest
 from trainer.runtime.distributed import once_per_node, require_agreement
 from trainer.state import TrainState
 
@@ -106,33 +105,20 @@ def require_unchanged_mixture(config: Config, datasets: Datasets, saved: TrainSt
 
 
 class TrainingData:
-    def __init__(
-        self, config: Config, datasets: Datasets, partition: BatchPartition, device: torch.device, stop: StopRequest
-    ):
-        """stop: whether this rank was asked to stop, so that it must not wait for a worker that hangs."""
+    def __init__(self, config: Config, datasets: Datasets, partition: BatchPartition, device: torch.device):
         self.datasets = datasets
         self.config = config
         self.partition = partition
         self.device = device
-        self.stop = stop
 
     def order(self, state: TrainState) -> SampleOrder:
         return sample_order(self.config, self.datasets, state)
 
-    def batches(self, state: TrainState) -> Iterator[Batch]:
-        """Return an endless iterator of this rank's microbatches on the device, starting at the state's cursor. Raise
-        LoadingFailed."""
+    def batches(self, state: TrainState) -> Generator[Batch]:
+        """Yield this rank's microbatches on the device endlessly, starting at the state's cursor. Raise LoadingFailed."""
         pin_memory = self.device.type != "cpu"
-        batches = training_batches(
-            self.datasets.training,
-            self.order(state),
-            self.partition,
-            state.cursor,
-            self.config.data,
-            pin_memory,
-            lambda: self.stop.requested,
-        )
-        for batch in batches:
+        order, config = self.order(state), self.config.data
+        for batch in training_batches(self.datasets.training, order, self.partition, state.cursor, config, pin_memory):
             yield batch.to(self.device)
 
     def sample_range(self, state: TrainState, start: int, stop: int) -> tuple[int, int]:

@@ -113,6 +113,9 @@ COMMAND_LINES = {
     "--metrics.tensorboard false": (
         '--metrics.tensorboard: unknown setting; [metrics] sinks replaces it, a list with or without "tensorboard"'
     ),
+    "--data.num_workers 2": (
+        "--data.num_workers: unknown setting; [data] prefetch replaces it, the number of microbatches that a thread loads ahead"
+    ),
     "--metrics.sinks console,tensorbord": (
         "--metrics.sinks console,tensorbord: expected a list of console | jsonl | tensorboard | wandb | mlflow | trackio; "
         "did you mean 'tensorboard'?"
@@ -256,6 +259,15 @@ def test_values_that_are_too_long_or_nested_too_deep_are_an_error(text, tmp_path
     assert line == f"--config {tmp_path}/x.toml: a value is too long or nested too deep"
 
 
+def test_the_settings_of_a_run_of_an_earlier_version_are_read(tmp_path, capsys):
+    """Its config.toml contains all settings of that version."""
+    file = tmp_path / "config.toml"
+    file.write_text("[data]\nnum_workers = 2\nprefetch = 3")
+    assert load_config(["--config", str(file)]).data.prefetch == 3
+    replaces = "[data] prefetch replaces it, the number of microbatches that a thread loads ahead"
+    assert capsys.readouterr().err.endswith(f" warning: {file} [data] num_workers has no effect: {replaces}\n")
+
+
 def test_a_missing_file_suggests_a_similar_name(tmp_path):
     (tmp_path / "debug.toml").touch()
     assert error_of(["--config", f"{tmp_path}/debgu.toml"]) == (
@@ -336,7 +348,7 @@ def test_strings_round_trip_through_toml(value):
     [
         "--evaluation.datasets.a chat: --data.chat_template chatml",
         "--data.packing best-fit --data.long_documents drop",
-        "--data.prefetch 4 --parallel.pipeline_stages_per_rank 2 --activation_checkpoint.memory_budget 0.2",
+        "--parallel.pipeline_stages_per_rank 2 --activation_checkpoint.memory_budget 0.2",
     ],
 )
 def test_met_conditions_and_details_of_features_that_are_off_are_accepted(command):

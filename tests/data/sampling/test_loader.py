@@ -37,20 +37,20 @@ def indices(batch):
     return (batch.tokens[:, 0] // SEQ).tolist()
 
 
-def step_samples(ranks, cursor, step, num_workers=0):
+def step_samples(ranks, cursor, step, prefetch=0):
     """Return the samples of a step, accumulation by accumulation, rank by rank."""
     order = SampleOrder((37,), PHASES, seed=3, shuffle=True)
     per_rank = []
     for rank in range(ranks):
         local = partition(rank, ranks)
-        config = DataConfig(num_workers=num_workers)
+        config = DataConfig(prefetch=prefetch)
         batches = training_batches(samples(), order, local, cursor, config, pin_memory=False)
         per_step = local.num_microbatches(12)
         per_rank.append(list(islice(batches, step * per_step, (step + 1) * per_step)))
     return [i for microbatches in zip(*per_rank, strict=True) for batch in microbatches for i in indices(batch)]
 
 
-def test_every_tensor_of_a_batch_is_pinned_without_workers(monkeypatch):
+def test_every_tensor_of_a_batch_is_pinned(monkeypatch):
     pinned = []
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.append(tensor.shape) or tensor)
     order = SampleOrder((37,), PHASES, seed=3, shuffle=True)
@@ -84,14 +84,14 @@ def test_the_cursor_determines_the_batches_after_a_resume():
     assert step_samples(2, 24, 0) == step_samples(1, 0, 2)
 
 
-def test_batches_do_not_depend_on_the_number_of_workers():
-    assert step_samples(2, 12, 1, num_workers=2) == step_samples(2, 12, 1)
+def test_batches_do_not_depend_on_prefetching():
+    assert step_samples(2, 12, 1, prefetch=2) == step_samples(2, 12, 1)
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_samples_of_a_batch_are_their_cursor_positions_in_every_epoch(num_workers):
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_samples_of_a_batch_are_their_cursor_positions_in_every_epoch(prefetch):
     order = SampleOrder((37,), PHASES, seed=3, shuffle=True)
-    config = DataConfig(num_workers=num_workers)
+    config = DataConfig(prefetch=prefetch)
     batches = training_batches(samples(), order, partition(rank=1, ranks=2), 36, config, pin_memory=False)
     found = [batch.samples.tolist() for batch in islice(batches, 4)]
     assert found == [[38, 39], [42, 43], [46, 47], [50, 51]]
@@ -149,13 +149,13 @@ def mixed(tmp_path_factory):
     return samples, SampleOrder(tuple(map(len, datasets)), phases, seed=7, shuffle=True)
 
 
-def read(mixed, ranks, first_step, last_step, workers=0):
+def read(mixed, ranks, first_step, last_step, prefetch=0):
     """Return a hash of the tokens of each step, accumulation by accumulation, rank by rank."""
     samples, order = mixed
     per_rank = []
     for rank in range(ranks):
         local = partition(rank, ranks)
-        config = DataConfig(num_workers=workers)
+        config = DataConfig(prefetch=prefetch)
         batches = training_batches(samples, order, local, (first_step - 1) * 16, config, pin_memory=False)
         per_rank.append(list(islice(batches, (last_step - first_step + 1) * local.num_microbatches(16))))
     microbatches = [batch.tokens for batches in zip(*per_rank, strict=True) for batch in batches]
@@ -166,7 +166,7 @@ def read(mixed, ranks, first_step, last_step, workers=0):
 
 @pytest.fixture(scope="module")
 def two_hundred_steps(mixed):
-    """Hashes of the steps on one rank without workers."""
+    """Hashes of the steps on one rank without prefetching."""
     return read(mixed, 1, 1, 200)
 
 
@@ -181,8 +181,8 @@ def two_hundred_steps(mixed):
         [(2, 1, 76, 2), (4, 77, 150, 0), (1, 151, 200, 2)],
     ],
 )
-def test_two_hundred_steps_do_not_depend_on_ranks_workers_and_restarts(mixed, two_hundred_steps, runs):
-    """runs: ranks, first and last step and workers of each; every run after the first one resumes."""
+def test_two_hundred_steps_do_not_depend_on_ranks_prefetching_and_restarts(mixed, two_hundred_steps, runs):
+    """runs: ranks, first and last step and microbatches loaded ahead of each; every run after the first one resumes."""
     assert len(set(two_hundred_steps)) == 200
     assert [step for run in runs for step in read(mixed, *run)] == two_hundred_steps
 

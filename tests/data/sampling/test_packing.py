@@ -2,11 +2,14 @@
 
 import numpy as np
 import pytest
+import torch
 
 from trainer.base.config import ConfigError, DataConfig
 from trainer.batch import IGNORE_INDEX
 from trainer.data.sampling.packing import best_fit, pack, read_packing, split_documents
 from trainer.data.sampling.samples import ConcatSamples, PackedSamples
+from trainer.data.store import arrays
+from trainer.data.store.arrays import FileArray
 from trainer.data.store.store import SECOND_START, TokenStore
 
 
@@ -29,7 +32,7 @@ def test_packed_documents_are_complete_and_each_token_is_a_target_once(tmp_path)
     store = store_of(lengths)
     samples = packed(tmp_path, store, 100)
     batch = complete(samples)
-    assert samples.index.lengths.sum() > 0.97 * 100 * len(samples)
+    assert samples.index.lengths[:].sum() > 0.97 * 100 * len(samples)
     labels = sorted(batch.labels[batch.labels != IGNORE_INDEX].tolist())
     firsts = set(store.documents.tolist())
     assert labels == [token for token in range(sum(lengths)) if token not in firsts]
@@ -81,7 +84,7 @@ def test_pairs_that_do_not_fit_into_a_sample_are_counted(tmp_path, monkeypatch):
     targets = np.ones(10, np.uint8)
     targets[[3, 8]] = SECOND_START  # of the pairs [0, 6) and [6, 10)
     pack(store_of([6, 4], targets), tmp_path / "packed", 3, DataConfig(packing="best-fit"), pairs=True)
-    assert read_packing(tmp_path / "packed").starts.tolist() == [6, 8]
+    assert read_packing(tmp_path / "packed").starts[:].tolist() == [6, 8]
     reason = "because the two answers of each, with their prompts, are together longer than training.seq_len 3"
     assert warnings == [f"1 pairs are dropped, {reason}"]
 
@@ -134,3 +137,28 @@ def test_a_damaged_packing_is_an_error(tmp_path, file):
     with pytest.raises(ConfigError) as error:
         read_packing(tmp_path / "packed")
     assert error.value.message == f"{tmp_path}/packed cannot be read; delete this folder"
+
+
+def of_files(folder, store, packing):
+    """Return the type of the indices and all samples of a store whose arrays are read from files."""
+    files = {"tokens": store.tokens, "documents": store.documents, "targets": store.targets}
+    for name, array in files.items():
+        array.tofile(folder / name)
+        files[name] = FileArray.open(folder / name, array.dtype, len(array))
+    opened = TokenStore(**files | {"documents": files["documents"].as_index()})
+    if packing == "wrapped":
+        return type(opened.documents), complete(ConcatSamples(opened, 100, reset_positions=True))
+    samples = packed(folder, opened, 100, packing)
+    return type(samples.index.starts), complete(samples)
+
+
+@pytest.mark.parametrize("packing", ["wrapped", "best-fit", "none"])
+def test_samples_do_not_depend_on_whether_an_index_is_in_memory(tmp_path, monkeypatch, packing):
+    generator = np.random.default_rng(0)
+    lengths = generator.integers(1, 250, 100)
+    store = store_of(lengths, generator.integers(0, 2, lengths.sum(), dtype=np.uint8))
+    kind, expected = of_files(tmp_path, store, packing)
+    assert kind is np.ndarray and len(expected.tokens) > 50
+    monkeypatch.setattr(arrays, "_SMALL", 0)
+    kind, found = of_files(tmp_path, store, packing)
+    assert kind is FileArray and all(map(torch.equal, expected[:4], found[:4]))  # the tensors of shape (batch, seq)

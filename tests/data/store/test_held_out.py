@@ -87,7 +87,7 @@ def test_the_held_out_tokens_follow_the_training_tokens_of_one_file(one_text, fr
     whole = complete.train if len(complete.train.tokens) else complete.held_out
     assert (len(complete.train.tokens) == 0) == (fraction == 0.5)
     first = first_held_out(whole, fraction)
-    assert splits.train.tokens.tolist() + splits.held_out.tokens.tolist() == whole.tokens.tolist()
+    assert splits.train.tokens[:].tolist() + splits.held_out.tokens[:].tolist() == whole.tokens[:].tolist()
     assert len(splits.train.tokens) == first and splits.held_out.documents.tolist() == [0, len(whole.tokens) - first]
     held_out = len(whole.tokens) - first
     assert datasets.name == f"{store.name}-last-{held_out}"
@@ -166,6 +166,6 @@ def test_a_few_chats_give_an_evaluation_dataset_of_complete_chats(tmp_path, numb
     documents = [
         DEFAULT.decode(s.tokens[a:b].tolist())
         for s in (splits.train, splits.held_out)
-        for a, b in itertools.pairwise(s.documents.tolist())
+        for a, b in itertools.pairwise(s.documents[:].tolist())
     ]
     assert len(set(documents)) == len(documents) == number

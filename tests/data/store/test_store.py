@@ -12,7 +12,8 @@ from tests.faults.harness import write_corpus
 from trainer.base.config import ConfigError, DataConfig, TokenizerConfig
 from trainer.data.prepare import tokenize
 from trainer.data.store import store as store_module
-from trainer.data.store.store import ConcatArray, Encoded, check_content, open_store, read_description
+from trainer.data.store.arrays import ConcatArray
+from trainer.data.store.store import Encoded, check_content, open_store, read_description
 from trainer.data.tokenizer.backends import DEFAULT_FILE
 
 
@@ -84,7 +85,7 @@ def test_a_store_has_targets_if_its_documents_have_them(data, monkeypatch):
     monkeypatch.setattr(tokenize, "encoder", masked)
     store = open_store(prepare(data, DEFAULT), "train")
     assert store.targets is not None and store.targets.dtype == np.uint8
-    assert store.targets.tolist() == [0, 0, 1, 1, 1] * (len(store.documents) - 1)
+    assert store.targets[:].tolist() == [0, 0, 1, 1, 1] * (len(store.documents) - 1)
 
 
 # ---------------------------------------------------------------- concatenated stores

@@ -46,8 +46,11 @@ def setting_texts(text: str, file: Path) -> dict[str, str]:
 
 
 def differing_settings(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
-    """Return "section.key before -> now" for each setting that differs between two results of `setting_texts`."""
-    return [f"{key} {old.get(key)} -> {new.get(key)}" for key in new | old if old.get(key) != new.get(key)]
+    """Return "section.key before -> now" for each setting that differs between two results of `setting_texts`. Versions
+    differ in their settings."""
+    absent = "(not a setting)"
+    keys = [key for key in new | old if old.get(key) != new.get(key)]
+    return [f"{key} {old.get(key, absent)} -> {new.get(key, absent)}" for key in keys]
 
 
 def require_same_settings(config: Config, what: str, may_differ: tuple[str, ...] = ()) -> None:

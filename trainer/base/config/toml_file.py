@@ -12,7 +12,8 @@ from trainer.base.config.fields import coerce, settings
 from trainer.base.config.foreign import SECTIONS, replacement
 from trainer.base.config.given import GivenValue
 from trainer.base.config.toml_text import toml_value
-from trainer.base.config.unknown_names import IN_FILE, REMOVED, elsewhere
+from trainer.base.config.unknown_names import IN_FILE, REMOVED, WITHOUT_EFFECT, elsewhere
+from trainer.base.system import console
 from trainer.base.system.spelling import did_you_mean, nearest, nearest_path
 
 DEFAULT_CONFIG = Path(__file__).parents[3] / "train_configs" / "debug.toml"
@@ -49,6 +50,9 @@ def _values_of_key(file: str, section: str, name: str, raw: Any) -> Iterator[Giv
     if setting is None:
         siblings = [s.name for s in settings().values() if s.section == section]
         removed = REMOVED.get(f"{section}.{name}")
+        if f"{section}.{name}" in WITHOUT_EFFECT:
+            console.warning(f"{file} [{section}] {name} has no effect: {removed}")
+            return
         hint = replacement(f"{section}.{name}", IN_FILE) or elsewhere(name) or did_you_mean(name, siblings)
         hint = f"; {removed}" if removed else hint
         raise ConfigError("", f"{file} [{section}] {name}: unknown key{hint}")

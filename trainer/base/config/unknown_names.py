@@ -2,9 +2,13 @@
 
 from trainer.base.config.fields import settings
 
-REMOVED = {"metrics.tensorboard": '[metrics] sinks replaces it, a list with or without "tensorboard"'}
+REMOVED = {
+    "data.num_workers": "[data] prefetch replaces it, the number of microbatches that a thread loads ahead",
+    "metrics.tensorboard": '[metrics] sinks replaces it, a list with or without "tensorboard"',
+}
 """Settings of earlier versions, and what replaces them."""
-
+WITHOUT_EFFECT = {"data.num_workers"}
+"""Removed settings that a file may still contain, because earlier versions wrote them to the config.toml of every run."""
 
 IN_FILE, AS_FLAG = "[{}] {}", "'--{}.{}'"
 """Formats of a setting in the messages about a file and about the command line."""

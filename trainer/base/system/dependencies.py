@@ -16,6 +16,7 @@ MODULES = [
     "tiktoken",
     "tomli",
     "torch",
+    "torchdata",
     "tqdm",
     "xxhash",
 ]

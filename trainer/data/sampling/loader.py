@@ -7,20 +7,22 @@ sample ranges. G is a multiple of W * local_batch_size, so a rank's microbatches
 """
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 import torch
 from torch import Tensor
+from torchdata.nodes import IterableWrapper, Mapper, Prefetcher
 
 from trainer.base.config import DataConfig
 from trainer.batch import Batch
 from trainer.data.sampling.permutation import permute
 from trainer.data.sampling.phases import PERIOD, MixturePhase
 from trainer.data.sampling.samples import Samples
-from trainer.data.sampling.workers import WorkerPool, explain_read_errors
+from trainer.data.store.arrays import LoadingFailed
 
 _INDEX_CHUNK = 64
 """Number of microbatches whose sample indices are computed at once. Permuting a few indices is as slow as permuting hundreds."""
@@ -119,6 +121,39 @@ def _sample_indices(order: SampleOrder, partition: BatchPartition, cursor: int) 
         yield from order(cursor + partition.samples(np.arange(first, first + _INDEX_CHUNK)))
 
 
+@contextmanager
+def _explain_lack_of_memory() -> Iterator[None]:
+    try:
+        yield
+    except MemoryError:
+        raise LoadingFailed("the memory is exhausted: no more training data can be loaded") from None
+
+
+def _load_ahead(samples: Samples, indices: Iterator[np.ndarray], count: int) -> Iterator[Batch]:
+    """Yield the microbatch of each array of sample indices, while a thread loads up to `count` microbatches ahead. The thread
+    ends with the iterator. Raises LoadingFailed if it cannot be started."""
+
+    def load(_: None) -> Batch | BaseException:
+        try:
+            return samples[next(indices)]
+        except BaseException as error:
+            # As a value: torchdata makes another exception of the text of an Exception, and waits forever after any other.
+            return error
+
+    # One thread: ParallelMapper needs semaphores in /dev/shm. Not `torch.set_num_threads`: it would hold in all threads.
+    microbatches = Prefetcher(Mapper(IterableWrapper(itertools.repeat(None)), load), count, snapshot_frequency=0)
+    try:
+        microbatches.reset()
+    except RuntimeError as error:
+        limit = "the limit of processes (ulimit -u, or the container's pids.max) is too low"
+        message = f"the thread of data.prefetch cannot be started ({error}): {limit}; data.prefetch = 0 needs none"
+        raise LoadingFailed(message) from None
+    for loaded in microbatches:
+        if isinstance(loaded, BaseException):
+            raise loaded
+        yield loaded
+
+
 def training_batches(
     samples: Samples,
     order: SampleOrder,
@@ -126,32 +161,25 @@ def training_batches(
     cursor: int,
     config: DataConfig,
     pin_memory: bool,
-    asked_to_stop: Callable[[], bool] = lambda: False,
 ) -> Iterator[Batch]:
     """Yield this rank's microbatches endlessly, starting at the cursor.
 
-    The iterator has no state to save, because the cursor determines the batches. Workers and prefetching do not change them.
+    The iterator has no state to save, because the cursor determines the batches. Prefetching does not change them.
 
     Args:
         samples: The training data.
         order: Order of the samples.
         partition: Which rank reads which samples.
         cursor: Number of consumed samples.
-        config: Workers and prefetching.
+        config: Prefetching.
         pin_memory: Whether the batches are in pinned memory.
-        asked_to_stop: Whether the run was asked to stop, so that it must not wait for a worker that hangs.
 
     Raises:
-        LoadingFailed: A worker has ended, or a file cannot be read.
+        LoadingFailed: A file cannot be read, or the memory is exhausted.
     """
     indices = _sample_indices(order, partition, cursor)
-    if config.num_workers:
-        workers = WorkerPool(samples, indices, asked_to_stop)
-        workers.start(config.num_workers, config.prefetch)
-        batches = workers.batches()
-    else:
-        batches = map(samples.__getitem__, indices)
-    with explain_read_errors():
+    batches = _load_ahead(samples, indices, config.prefetch) if config.prefetch else map(samples.__getitem__, indices)
+    with _explain_lack_of_memory():
         for i, batch in enumerate(batches):
             # Cursor positions identify samples in any layout.
             (offsets,) = partition.samples(np.array([i]))
@@ -162,6 +190,6 @@ def training_batches(
 def evaluation_batches(samples: Samples, num_samples: int, partition: BatchPartition) -> Iterator[Batch]:
     """Yield this rank's microbatches of the first num_samples samples, unshuffled. Every rank gets the same number of
     microbatches; the last microbatches are padded with samples that have no targets. Raises LoadingFailed."""
-    with explain_read_errors():
+    with _explain_lack_of_memory():
         for index in partition.samples(np.arange(partition.num_microbatches(num_samples))):
             yield samples[np.where(index < num_samples, index, -1)]

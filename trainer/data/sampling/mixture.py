@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from trainer.base.config import ConfigError
 from trainer.batch import Batch
@@ -41,4 +43,10 @@ class CombinedSamples:
         dataset = np.maximum(np.searchsorted(self.offsets, samples, side="right") - 1, 0)
         if (dataset == dataset[0]).all():
             return self.datasets[dataset[0]][samples - self.offsets[dataset[0]]]
-        return Batch.cat([self[samples[i : i + 1]] for i in range(len(samples))])
+        rows = [self[samples[i : i + 1]] for i in range(len(samples))]
+        return Batch(*(_concatenate(tensors) for tensors in zip(*rows, strict=True)))
+
+
+def _concatenate(tensors: Sequence[Tensor | None]) -> Tensor | None:
+    """Concatenate along the batch dim, by NumPy: torch would start OpenMP threads for the thread that loads ahead."""
+    return None if tensors[0] is None else torch.from_numpy(np.concatenate([*map(Tensor.numpy, tensors)]))

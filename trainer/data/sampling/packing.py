@@ -11,6 +11,7 @@ from trainer.base.config import ConfigError, DataConfig
 from trainer.base.system import console
 from trainer.base.system.files import atomic_folder, read_json_object
 from trainer.base.system.spelling import counted
+from trainer.data.store.arrays import FileArray
 from trainer.data.store.store import SECOND_START, TokenStore
 
 VERSION = 2
@@ -23,11 +24,11 @@ class PackedIndex:
 
     name: str
     """Name of the packing. It changes when the content of the samples changes."""
-    starts: np.ndarray
+    starts: np.ndarray | FileArray
     """Index of the first token of each span, shape (spans,)."""
-    lengths: np.ndarray
+    lengths: np.ndarray | FileArray
     """Number of positions of each span, shape (spans,). The token after a span is the label of its last position."""
-    samples: np.ndarray
+    samples: np.ndarray | FileArray
     """Index of the first span of each sample, followed by the total number of spans, shape (samples + 1,)."""
 
 
@@ -40,13 +41,14 @@ def split_documents(store: TokenStore, seq_len: int, long_documents: str) -> tup
     """Return the starts and lengths of the spans of all documents, and the number of documents that were truncated or
     dropped. long_documents: whether a document of more than seq_len positions is divided into several spans ("split"), reduced to
     its first span ("truncate") or dropped ("drop")."""
-    positions = np.diff(store.documents) - 1  # the last token of a document is only a label
+    documents = store.documents[:]
+    positions = np.diff(documents) - 1  # the last token of a document is only a label
     if long_documents == "split":
         counts = -(-positions // seq_len)
     else:
         counts = (positions > 0) * (positions <= seq_len if long_documents == "drop" else 1)
     index = concatenated_ranges(0, counts)  # index of each span in its document
-    starts = np.repeat(store.documents[:-1], counts) + index * seq_len
+    starts = np.repeat(documents[:-1], counts) + index * seq_len
     lengths = np.minimum(np.repeat(positions, counts) - index * seq_len, seq_len)
     incomplete = int((positions > seq_len).sum()) if long_documents != "split" else 0
     return starts, lengths, incomplete + int((positions <= 0).sum())
@@ -56,8 +58,9 @@ def split_pairs(store: TokenStore, seq_len: int) -> tuple[np.ndarray, np.ndarray
     """Return the starts and lengths of the spans of all preference pairs that fit into a sample, (pairs, 2), and the number of
     pairs that do not."""
     second = np.flatnonzero(store.targets[:] == SECOND_START)
-    starts = np.stack((store.documents[:-1], second), axis=1)
-    lengths = np.stack((second, store.documents[1:]), axis=1) - starts - 1
+    documents = store.documents[:]
+    starts = np.stack((documents[:-1], second), axis=1)
+    lengths = np.stack((second, documents[1:]), axis=1) - starts - 1
     fits = lengths.sum(1) <= seq_len
     return starts[fits], lengths[fits], int((~fits).sum())
 
@@ -163,11 +166,11 @@ def read_packing(folder: Path) -> PackedIndex:
     counts = read_counts(folder)
     try:
         starts, lengths, samples = (
-            np.load(folder / f"{name}.npy", mmap_mode="r") for name in ("starts", "lengths", "samples")
+            FileArray.open_npy(folder / f"{name}.npy").as_index() for name in ("starts", "lengths", "samples")
         )
         if (counts["spans"], counts["samples"]) != (len(starts), len(samples) - 1):
             raise ValueError
-    except (OSError, ValueError, EOFError):
+    except (OSError, ValueError):
         raise _unreadable(folder) from None
     return PackedIndex(folder.name, starts, lengths, samples)
 

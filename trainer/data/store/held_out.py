@@ -60,10 +60,10 @@ def first_held_out(store: TokenStore, fraction: float) -> int | None:
     Texts are divided at any token; documents with targets (conversations) stay complete. Equal documents are on the same side, as
     they are if a hash selects them.
     """
-    tokens, documents = len(store.tokens), store.documents
-    count = len(documents) - 1
+    tokens, count = len(store.tokens), len(store.documents) - 1
     if not 0 < count <= _MAX_DOCUMENTS or tokens < 4:
         return None
+    documents = store.documents[:]
     first = tokens - min(max(round(fraction * tokens), 2), tokens // 2)
     separates = _separates_documents(store)  # index: document from which on all are held out
     document = int(np.searchsorted(documents, first, side="right")) - 1
@@ -75,19 +75,21 @@ def first_held_out(store: TokenStore, fraction: float) -> int | None:
 
 def _separates_documents(store: TokenStore) -> np.ndarray:
     """Return for each document whether no document before it equals it or a later one, and True, shape (documents + 1,)."""
-    count = len(store.documents) - 1
-    lengths = np.diff(store.documents).tolist()
+    documents = store.documents[:]
+    count, lengths = len(documents) - 1, np.diff(documents).tolist()
     frequency = Counter(lengths)
     earliest, first_of = np.arange(count + 1), {}  # index of the first document that equals each
     for i in range(count):
         if frequency[lengths[i]] > 1:  # documents of other lengths are not equal to any
-            content = store.tokens[store.documents[i] : store.documents[i + 1]].tobytes()
+            content = store.tokens[documents[i] : documents[i + 1]].tobytes()
             earliest[i] = first_of.setdefault(digest(content), i)
     return np.minimum.accumulate(earliest[::-1])[::-1] >= np.arange(count + 1)
 
 
 def _part(store: TokenStore, start: int, stop: int) -> TokenStore:
     """Return the tokens [start, stop) of a store. The documents at its ends may be incomplete."""
-    inner = store.documents[(store.documents > start) & (store.documents < stop)]
+    documents = store.documents[:]
+    inner = documents[(documents > start) & (documents < stop)]
     documents = np.concatenate([[start], inner, [stop]]) - start
-    return TokenStore(store.tokens[start:stop], documents, None if store.targets is None else store.targets[start:stop])
+    targets = None if store.targets is None else store.targets.part(start, stop)
+    return TokenStore(store.tokens.part(start, stop), documents, targets)

@@ -1,4 +1,4 @@
-"""The token store: a prepared dataset on disk, read through memory maps. docs/data.md describes its files.
+"""The token store: a prepared dataset on disk, read in parts. docs/data.md describes its files.
 
 A concatenation of stores is itself a store. It lists its member stores and contains no tokens.
 """
@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,11 +28,12 @@ from trainer.base.system.files import (
 )
 from trainer.base.system.paths import Remarks, expand, split_pattern, unreadable
 from trainer.base.system.spelling import counted
+from trainer.data.store.arrays import ConcatArray, FileArray
 from trainer.data.tokenizer.protocol import Tokenizer
 
 VERSION = 3
 SPLITS = ("train", "held_out")
-
+Array = np.ndarray | FileArray | ConcatArray
 
 SECOND_START = 2
 """Value in the target mask of a preference pair: the first token of the conversation with the rejected answer."""
@@ -62,44 +63,15 @@ def token_dtype(vocab_size: int) -> np.dtype:
     return np.dtype("<u2") if vocab_size <= 2**16 else np.dtype("<u4")
 
 
-class ConcatArray:
-    """A read-only concatenation of arrays that is never materialized."""
-
-    def __init__(self, arrays: Sequence[np.ndarray]):
-        self._arrays = arrays
-        self._ends = np.cumsum([len(array) for array in arrays])
-        self.dtype = arrays[0].dtype
-
-    def __len__(self) -> int:
-        return int(self._ends[-1])
-
-    def __getitem__(self, index: slice | np.ndarray) -> np.ndarray:
-        """index: a slice without a step, or non-negative indices of shape (n,)."""
-        if isinstance(index, slice):
-            start, stop, _ = index.indices(len(self))
-            i = int(np.searchsorted(self._ends, start, side="right"))
-            if start < stop <= self._ends[i]:  # the common case needs no copy
-                offset = int(self._ends[i]) - len(self._arrays[i])
-                return self._arrays[i][start - offset : stop - offset]
-            index = np.arange(start, stop)
-        owner = np.searchsorted(self._ends, index, side="right")
-        result = np.empty(len(index), self.dtype)
-        for i in np.unique(owner):
-            selected = owner == i
-            array = self._arrays[i]
-            result[selected] = array[index[selected] - (self._ends[i] - len(array))]
-        return result
-
-
 @dataclass(frozen=True)
 class TokenStore:
     """One split of a store. The tokens of its documents are stored consecutively."""
 
-    tokens: np.ndarray | ConcatArray
+    tokens: Array
     """Token ids of all documents, shape (tokens,)."""
-    documents: np.ndarray
+    documents: np.ndarray | FileArray
     """Index of each document's first token, shape (documents + 1,). The last element is the number of tokens."""
-    targets: np.ndarray | ConcatArray | None = None
+    targets: Array | None = None
     """Target mask of all documents, shape (tokens,), in the format of Encoded.targets."""
 
 
@@ -154,15 +126,15 @@ def open_store(folder: Path, split: str) -> TokenStore:
         for name, file in description["files"].items():
             _check_size(folder / name, file["size"])
         tokens, documents = (int(description["splits"][split][unit]) for unit in ("tokens", "documents"))
-        offsets = _map(folder / f"{split}.documents", "<i8", documents + 1)
+        offsets = _open(folder / f"{split}.documents", "<i8", documents + 1).as_index()
         has_targets = bool(description["targets"])
         if description["members"]:
             stores = [_open_member(*member, split) for member in _members(folder, description)]
             masks = [np.broadcast_to(np.uint8(1), len(s.tokens)) if s.targets is None else s.targets for s in stores]
             mask = ConcatArray(masks) if has_targets else None
             return TokenStore(ConcatArray([store.tokens for store in stores]), offsets, mask)
-        mask = _map(folder / f"{split}.targets", "u1", tokens) if has_targets else None
-        return TokenStore(_map(folder / f"{split}.tokens", description["dtype"], tokens), offsets, mask)
+        mask = _open(folder / f"{split}.targets", "u1", tokens) if has_targets else None
+        return TokenStore(_open(folder / f"{split}.tokens", description["dtype"], tokens), offsets, mask)
     except (KeyError, TypeError, ValueError, AttributeError):
         raise _damaged(folder, "store.json cannot be read") from None
 
@@ -201,11 +173,9 @@ def check_content(folder: Path) -> None:
         check_content(member)
 
 
-def _map(path: Path, dtype: str, length: int) -> np.ndarray:
+def _open(path: Path, dtype: str, length: int) -> FileArray:
     _check_size(path, length * np.dtype(dtype).itemsize)
-    if not length:
-        return np.empty(0, dtype)
-    return np.asarray(np.memmap(path, dtype, mode="r", shape=(length,)))  # still memory-mapped, but faster to slice
+    return FileArray.open(path, dtype, length)
 
 
 # ---------------------------------------------------------------- concatenation

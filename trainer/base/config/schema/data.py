@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from trainer.base.config.schema.condition import Dataset, When
-from trainer.base.config.schema.constraint import FIXED, PER_NODE, Constraint, Count, CountOrZero
+from trainer.base.config.schema.constraint import FIXED, PER_NODE, Constraint, CountOrZero
 
 MESSAGE_COLUMNS = ("role", "content")
 DOCUMENT_COLUMNS = (
@@ -92,10 +92,8 @@ class DataConfig:
     """Whether attention is restricted to tokens of the same document. If so, positions restart at 0 in each document."""
     shuffle: Annotated[bool, FIXED] = True
     """Whether to shuffle the samples in each epoch. The order depends on seed and epoch. false: samples keep the store order."""
-    num_workers: Annotated[CountOrZero, PER_NODE] = 0
-    """Number of processes per rank that load samples in the background; 0: the training process loads the samples."""
-    prefetch: Annotated[Count, Constraint(used_with=When("data.num_workers"))] = 2
-    """Number of microbatches that each worker loads ahead."""
+    prefetch: Annotated[CountOrZero, PER_NODE] = 4
+    """Number of microbatches that a thread of each rank loads ahead; 0: a step waits until its microbatches are loaded."""
     store_folder: Annotated[str, PER_NODE] = "outputs/token_stores"
     """Path of the folder for prepared token stores. Each store is identified by a hash of its dataset and tokenizer."""
     prepare_workers: Annotated[CountOrZero, PER_NODE] = 0
