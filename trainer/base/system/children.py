@@ -8,48 +8,28 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
-from multiprocessing import connection, forkserver, resource_tracker, util
-from multiprocessing.context import BaseContext, ForkProcess, ForkServerContext, ForkServerProcess, SpawnProcess
+from multiprocessing import forkserver, resource_tracker, util
+from multiprocessing.context import BaseContext, ForkServerContext
 from multiprocessing.process import BaseProcess
+from typing import Any
 
 from trainer.base.system.process import limit_spinning
 from trainer.base.system.signals import STOP_SIGNALS
 
 
-class _KilledProcess(BaseProcess):
-    is_killed = False
-    """Whether `terminate` has ended this process."""
-
-    def terminate(self) -> None:
-        # Not by the exit code, which the kernel gives to one thread, a little later.
-        if not connection.wait([self.sentinel], timeout=0):
-            self.is_killed = True
-            self.kill()
-
-
-class _KilledForkProcess(_KilledProcess, ForkProcess):
-    pass
-
-
-class _KilledSpawnProcess(_KilledProcess, SpawnProcess):
-    pass
-
-
-class _KilledForkServerProcess(_KilledProcess, ForkServerProcess):
-    pass
-
-
-_KILLED = {"fork": _KilledForkProcess, "spawn": _KilledSpawnProcess, "forkserver": _KilledForkServerProcess}
-
-
 def for_pool(context: BaseContext) -> BaseContext:
-    """Return a context for a ProcessPoolExecutor whose processes ignore SIGTERM.
+    """Return a context for a ProcessPoolExecutor whose processes ignore SIGTERM. `terminate` kills them.
 
     When a process of a pool dies, the pool terminates the others and waits for them. From Python 3.12 on, it holds a lock
-    meanwhile, for which `submit` and `shutdown` wait. In this context `terminate` kills, and marks processes with `is_killed`."""
-    method = context.get_start_method()
-    own = type(multiprocessing.get_context(method))()
-    own.Process = _KILLED[method]
+    meanwhile, for which `submit` and `shutdown` wait."""
+
+    def process(**options: Any) -> BaseProcess:
+        created = context.Process(**options)
+        created.terminate = created.kill
+        return created
+
+    own = type(context)()
+    own.Process = process
     return own
 
 
