@@ -61,9 +61,7 @@ MAY_IMPORT_INSIDE = {
     "trainer.run.sinks.tensorboard": "only the rank that writes imports it",
     "trainer.run.sinks.services": "optional packages, which only the rank that writes imports",
 }
-MAY_NAME_CUDA = {"trainer.runtime.device", "trainer.runtime.host_memory"} | {
-    "trainer.base.config.foreign",  # a word of other trainers
-}
+MAY_NAME_CUDA = {"trainer.runtime.device", "trainer.runtime.host_memory"}
 MAY_IMPORT_CONFIG = {"trainer.base.config", "trainer.run", "trainer.engine", "trainer.trainer", "trainer.initial_model"} | {
     "trainer.build", "trainer.tools.dry_run", "trainer.tools.planner", "trainer.tools.testing", "train", "scripts",
 }  # fmt: skip

@@ -7,21 +7,23 @@ import pytest
 from tests.base.config.test_load import error_of
 from tests.conftest import ROOT
 from trainer.base.config.fields import coerce, parse_text, settings
-from trainer.base.config.foreign import FOREIGN, PROJECTS, SECTIONS, VALUES
+from trainer.base.config.foreign import foreign_names, hint_of_value, read_foreign
 from trainer.base.config.render import foreign_as_markdown
 
+SECTIONS = read_foreign()["sections"]
+VALUES = [(key, v) for key, hints in read_foreign()["values"].items() for names in hints.values() for v in names]
 OWN_SECTIONS = {setting.section for setting in settings().values()}
 
 
-@pytest.mark.parametrize("name", FOREIGN)
+@pytest.mark.parametrize("name", foreign_names())
 def test_each_entry_names_existing_settings_and_known_projects(name):
-    entry = FOREIGN[name]
+    entry = foreign_names()[name]
     assert name not in settings() and name == name.lower() and "-" not in name
     cited = re.findall(r"\b([a-z_]+\.[a-z_]+)\b", entry.note.replace("tokenizer.json", ""))
-    named = {*entry.settings.split(), *(key for key in cited if key.split(".")[0] in OWN_SECTIONS)}
+    named = {*entry.use.split(), *(key for key in cited if key.split(".")[0] in OWN_SECTIONS)}
     assert {key for key in named if "overrides" not in key} <= {*settings()}
-    assert entry.settings or entry.note
-    assert set(entry.projects) <= set(PROJECTS.values())
+    assert entry.use or entry.note
+    assert set(entry.projects) <= {*read_foreign()["projects"].values()}
 
 
 @pytest.mark.parametrize("section", SECTIONS)
@@ -29,11 +31,11 @@ def test_each_foreign_section_leads_to_one_that_exists(section):
     assert section not in OWN_SECTIONS and SECTIONS[section] in OWN_SECTIONS
 
 
-@pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in VALUES.items() for value in values])
+@pytest.mark.parametrize(("key", "value"), VALUES)
 def test_each_foreign_value_is_refused_and_its_replacement_is_accepted(key, value):
     with pytest.raises(ValueError):
         coerce(parse_text(value, str), settings()[key].type)
-    if write := re.match(r"write ([\w-]+)", VALUES[key][value]):
+    if write := re.match(r"write ([\w-]+)", hint_of_value(key, value)):
         assert parse_text(write[1], settings()[key].type) == write[1]
 
 

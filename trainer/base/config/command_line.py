@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from trainer.base.config.errors import ConfigError
 from trainer.base.config.fields import parse_text, range_error, settings, type_name
-from trainer.base.config.foreign import ARGUMENTS, normalized, replacement
+from trainer.base.config.foreign import hint_of_option, normalized, replacement
 from trainer.base.config.load import load_config
 from trainer.base.config.pretrained import SHORT_FLAGS
 from trainer.base.config.render import help_text, to_toml
@@ -84,7 +84,7 @@ class Arguments(argparse.ArgumentParser):
 
     def _hint(self, flag: str) -> str:
         """Return a hint about an unknown option, or "" if there is none or it may be a setting."""
-        if used := ARGUMENTS.get(Path(self.prog.split()[0]).stem, {}).get(normalized(flag)):
+        if used := hint_of_option(Path(self.prog.split()[0]).stem, flag):
             return f"; use {used}"
         own = [name for action in self._actions for name in action.option_strings]
         name = normalized(flag)

@@ -18,6 +18,7 @@ from typing import Any
 import tomli
 
 from trainer.base.config.errors import ConfigError
+from trainer.base.config.foreign import hint_of_value
 from trainer.base.config.schema.config import Config
 from trainer.base.config.schema.constraint import Constraint
 from trainer.base.system.spelling import did_you_mean
@@ -200,15 +201,16 @@ _BOOLEANS = {"yes": "true", "on": "true", "1": "true", "no": "false", "off": "fa
 _MULTIPLES = {"k": 10**3, "m": 10**6, "g": 10**9}
 
 
-def type_error(type_: Any, raw: Any, foreign: Mapping[str, str]) -> str:
-    """Return the message for a value that `coerce` or `parse_text` rejected. foreign: value of another project -> hint."""
+def type_error(setting: Setting, raw: Any) -> str:
+    """Return the message for a value that `coerce` or `parse_text` rejected."""
+    type_ = setting.type
     types_ = typing.get_args(type_)[:1] if is_list(type_) else _options(type_)
     words_of = {bool: ("true", "false"), type(None): ("none",)}
     choices = [w for k in types_ for w in words_of.get(k, ())]
     choices += [w for k in types_ if typing.get_origin(k) is typing.Literal for w in typing.get_args(k)]
     words = [str(word) for word in raw] if isinstance(raw, list) else _words(str(raw))
     unknown = next((word for word in words if word not in choices), "")
-    hint = foreign.get(unknown.lower(), "")
+    hint = hint_of_value(setting.key, unknown)
     if not hint and bool in types_ and (same := _BOOLEANS.get(unknown.lower())):
         hint = f"write {same}"
     if not hint and int in types_ and (whole := _whole_number(str(raw))) is not None:

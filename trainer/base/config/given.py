@@ -6,7 +6,6 @@ from typing import Any
 
 from trainer.base.config.errors import ConfigError
 from trainer.base.config.fields import Setting, parse_text, parse_texts, range_error, type_error
-from trainer.base.config.foreign import VALUES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +28,7 @@ class GivenValue:
             are_texts = setting.constraint.multiline and self.parse is parse_text
             value = parse_texts(raw) if are_texts else self.parse(raw, setting.type)
         except ValueError:
-            problem = type_error(setting.type, raw, VALUES.get(setting.key, {}))
+            problem = type_error(setting, raw)
             raise ConfigError("", f"{self.origin}: {problem}") from None
         if problem := range_error(value, setting.constraint):
             raise ConfigError("", f"{self.origin}: {problem}")

@@ -10,7 +10,7 @@ import tomli
 from trainer.base.config.compatibility import ROWS, restrictions
 from trainer.base.config.errors import ConfigError
 from trainer.base.config.fields import Setting, settings, type_name
-from trainer.base.config.foreign import FOREIGN, PROJECTS
+from trainer.base.config.foreign import foreign_names, read_foreign
 from trainer.base.config.pretrained import is_from_pretrained
 from trainer.base.config.schema.config import Config
 from trainer.base.config.toml_text import toml_value
@@ -141,13 +141,13 @@ def compatibility_as_markdown() -> str:
 def foreign_as_markdown() -> str:
     """Return the tables of docs/coming_from.md, one per project."""
     lines = []
-    for project, letter in PROJECTS.items():
+    for project, letter in read_foreign()["projects"].items():
         lines += [f"## {project}", "", "| there | here | remark |", "|---|---|---|"]
-        for name, found in FOREIGN.items():
+        for name, found in foreign_names().items():
             if letter in found.projects:
                 section, _, last = name.rpartition(".")
                 there = f"`{last}` of {section}" if section else f"`{last}`"
-                here = ", ".join(f"`{key}`" for key in found.settings.split())
+                here = ", ".join(f"`{key}`" for key in found.use.split())
                 lines.append(f"| {there} | {here} | {found.note.replace('|', chr(92) + '|')} |")
         lines.append("")
     return "\n".join(lines)

@@ -9,7 +9,7 @@ import tomli
 
 from trainer.base.config.errors import ConfigError
 from trainer.base.config.fields import coerce, settings
-from trainer.base.config.foreign import SECTIONS, replacement
+from trainer.base.config.foreign import read_foreign, replacement
 from trainer.base.config.given import GivenValue
 from trainer.base.config.toml_text import toml_value
 from trainer.base.config.unknown_names import IN_FILE, REMOVED, WITHOUT_EFFECT, elsewhere
@@ -39,7 +39,7 @@ def _unknown_section(file: str, section: str, body: dict[str, Any]) -> ConfigErr
         if hint := replacement(f"{section}.{name}", IN_FILE):
             return ConfigError("", f"{file} [{section}] {name}: unknown section{hint}")
     sections = {setting.section for setting in settings().values()}
-    own = SECTIONS.get(section)
+    own = read_foreign()["sections"].get(section)
     hint = f"; did you mean [{own}]?" if own else did_you_mean(section, sections, "[{}]")
     return ConfigError("", f"{file} [{section}]: unknown section{hint}")
 
