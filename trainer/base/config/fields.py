@@ -43,6 +43,19 @@ class Setting:
         return f"{self.section}.{self.name}"
 
 
+@dataclass(frozen=True)
+class Value:
+    """A value of a setting, or of one entry of a setting that is a table. Its type and range have been checked."""
+
+    value: Any
+    origin: str
+    """The setting and its value, as the user wrote them, or where it comes from, for messages. Empty: a default."""
+
+
+Layer = dict[str, Value]
+"""Values from one source: "section.name", or "section.table.entry" for an entry of a table, -> value."""
+
+
 @functools.cache
 def settings() -> Mapping[str, Setting]:
     """Return "section.name" -> Setting, in the order of `Config`."""
@@ -101,6 +114,36 @@ def type_name(type_: Any) -> str:
     if typing.get_origin(type_) is tuple:
         return f"a list of {len(typing.get_args(type_))} numbers"
     return {bool: "true or false", int: "an integer", float: "a number", str: "text", type(None): "none"}[type_]
+
+
+def layer_of_value(setting: Setting, entry: str, raw: Any, origin: str, is_text: bool) -> Layer:
+    """Parse and check a value, and return it as a layer.
+
+    Args:
+        setting: The setting.
+        entry: Which entry of a setting that is a table, otherwise "".
+        raw: A word of the command line, or a value of a TOML file.
+        origin: What an error message begins with.
+        is_text: Whether `raw` is a word of the command line.
+
+    Raises:
+        ConfigError: The value has another type, or is out of range, or the name of the entry is not valid.
+    """
+    try:
+        if is_text:
+            value = parse_texts(raw) if setting.constraint.multiline else parse_text(raw, setting.type)
+        else:
+            value = coerce(raw, setting.type)
+    except ValueError:
+        raise ConfigError("", f"{origin}: {type_error(setting, raw)}") from None
+    if problem := range_error(value, setting.constraint):
+        raise ConfigError("", f"{origin}: {problem}")
+    if not setting.is_table:
+        return {setting.key: Value(value, origin)}
+    is_printable = setting.constraint.free_keys and entry.isprintable() and entry
+    if not (entry.isidentifier() or is_printable):
+        raise ConfigError("", f"{origin}: {entry!r} is not a valid name")
+    return {f"{setting.key}.{entry}": Value(value, origin)}
 
 
 def coerce(raw: Any, type_: Any) -> Any:

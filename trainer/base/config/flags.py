@@ -1,13 +1,11 @@
 """The settings of a command line."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from trainer.base.config.errors import ConfigError
-from trainer.base.config.fields import Setting, parse_text, settings
-from trainer.base.config.foreign import replacement
-from trainer.base.config.given import GivenValue
+from trainer.base.config.fields import Layer, Setting, layer_of_value, settings
 from trainer.base.config.pretrained import SHORT_FLAGS
-from trainer.base.config.unknown_names import AS_FLAG, REMOVED, elsewhere
+from trainer.base.config.unknown_names import AS_FLAG, hint
 from trainer.base.system.spelling import did_you_mean
 
 _WITHOUT_VALUE = ("--dry-run", "--print-config", "--help")
@@ -36,11 +34,13 @@ def parse_argv(argv: Sequence[str]) -> dict[str, str]:
     return flags
 
 
-def settings_of_flags(flags: Mapping[str, str]) -> Iterator[GivenValue]:
-    """Yield the value of each flag. flags: from parse_argv, without --config. Raises ConfigError for an unknown flag."""
+def layer_of_flags(flags: Mapping[str, str]) -> Layer:
+    """Return the value of each flag. flags: from parse_argv, without --config. Raises ConfigError for an unknown flag."""
+    layer: Layer = {}
     for flag, text in flags.items():
         setting, entry = _find_setting(SHORT_FLAGS.get(flag, flag))
-        yield GivenValue(setting=setting, entry=entry, parse=parse_text, raw=text, origin=f"{flag} {text}")
+        layer |= layer_of_value(setting, entry, text, f"{flag} {text}", is_text=True)
+    return layer
 
 
 def _as_flag(word: str) -> str:
@@ -50,9 +50,8 @@ def _as_flag(word: str) -> str:
     name, _, value = word.lstrip("-+").partition("=")
     key = name.replace("-", "_")
     if key in settings():
-        return f"; did you mean '--{key}{value and ' '}{value}'?"
-    hint = replacement(name, AS_FLAG) or elsewhere(key, AS_FLAG)
-    return hint or "; write settings as --section.key value"
+        return f"; did you mean '--{key} {value}'?" if value else f"; did you mean '--{key}'?"
+    return hint(name, AS_FLAG) or "; write settings as --section.key value"
 
 
 def _find_setting(flag: str) -> tuple[Setting, str]:
@@ -64,9 +63,5 @@ def _find_setting(flag: str) -> tuple[Setting, str]:
         return setting, entry
     if setting is not None and not entry:
         raise ConfigError("", f"{flag} is a table: set one of its entries with {flag}.NAME VALUE")
-    if removed := REMOVED.get(flag[2:]):
-        raise ConfigError("", f"{flag}: unknown setting; {removed}")
     candidates = [*(f"--{key}" for key in settings()), *SHORT_FLAGS, "--config", *_WITHOUT_VALUE]
-    hint = replacement(flag, AS_FLAG) or elsewhere(flag.rpartition(".")[2].lstrip("-").replace("-", "_"), AS_FLAG)
-    hint = hint or did_you_mean(flag, candidates)
-    raise ConfigError("", f"{flag}: unknown setting{hint}")
+    raise ConfigError("", f"{flag}: unknown setting{hint(flag, AS_FLAG) or did_you_mean(flag, candidates)}")

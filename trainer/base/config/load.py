@@ -1,7 +1,6 @@
-"""Loading of a Config from a TOML file and the command line. An error message is one line: the setting, its value and origin,
-the broken rule, and a likely fix if one is found."""
+"""Loading of a Config: layers of values, one over the other. An error message is one line: the setting, its value and origin, the
+broken rule, and a likely fix if one is found."""
 
-import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,13 +8,21 @@ from typing import Any
 
 from trainer.base.config import compatibility
 from trainer.base.config.errors import ConfigError
-from trainer.base.config.fields import settings
-from trainer.base.config.flags import parse_argv, settings_of_flags
-from trainer.base.config.pretrained import with_pretrained, with_tokenizer_backend
+from trainer.base.config.fields import Layer, Value, settings
+from trainer.base.config.flags import layer_of_flags, parse_argv
+from trainer.base.config.pretrained import layer_of_pretrained, layer_of_tokenizer
 from trainer.base.config.required_files import FILE_SECTIONS, require_files
 from trainer.base.config.schema.config import Config
-from trainer.base.config.toml_file import DEFAULT_CONFIG, settings_of_file
+from trainer.base.config.toml_file import DEFAULT_CONFIG, layer_of_file
 from trainer.base.config.value_rules import check_values
+
+_RESETS = {
+    "training.steps": "training.epochs",
+    "training.epochs": "training.steps",
+    "model.pretrained": "model.revision",
+}
+"""Setting -> another one that its layer resets to the default: steps and epochs exclude each other, and a revision is that of the
+model beside it."""
 
 
 def load_config(argv: Sequence[str], check_files: Collection[str] = FILE_SECTIONS, with_weights: bool = True) -> Config:
@@ -31,24 +38,18 @@ def load_config(argv: Sequence[str], check_files: Collection[str] = FILE_SECTION
     """
     flags = parse_argv(argv)
     file = flags.pop("--config", str(DEFAULT_CONFIG))
-    values: dict[str, dict[str, Any]] = {setting.section: {} for setting in settings().values()}
-    origins: dict[str, str] = {}
-    for given in itertools.chain(settings_of_file(file), settings_of_flags(flags)):
-        setting, value = given.setting, given.value()
-        origins[setting.key] = given.origin
-        if setting.is_table:
-            given.require_valid_entry()
-            values[setting.section].setdefault(setting.name, {})[given.entry] = value
-            origins[f"{setting.key}.{given.entry}"] = given.origin
-        else:
-            values[setting.section][setting.name] = value
-    _prefer_flag(values["training"], origins)
-    values["run"]["name"] = values["run"].get("name") or Path(file).stem
-    defaults = Config()
-    sections = {name: replace(getattr(defaults, name), **members) for name, members in values.items()}
-    config = Config(**sections, origins=origins)
+    defaults = {key: Value(setting.default, "") for key, setting in settings().items()}
+    given = (layer_of_file(file), layer_of_flags(flags))
+    layers = [defaults, *(_resets(layer, defaults) | layer for layer in given)]  # a later one precedes
+    if not _merged(layers).run.name:
+        layers.append({"run.name": Value(Path(file).stem, "")})
+    config = _merged(layers)
     try:
-        config = with_tokenizer_backend(with_pretrained(config, check_files, with_weights))
+        if config.model.pretrained:
+            layers = _with_pretrained(layers, config, check_files, with_weights)
+            config = _merged(layers)
+        # Where the path of a tokenizer leads decides about its file and its kind. Any layer may have given the path.
+        config = _merged([*layers, layer_of_tokenizer(config)])
         check_values(config)
         compatibility.check(config)
         require_files(config, check_files)
@@ -57,10 +58,36 @@ def load_config(argv: Sequence[str], check_files: Collection[str] = FILE_SECTION
     return config
 
 
-def _prefer_flag(training: dict[str, Any], origins: dict[str, str]) -> None:
-    """Remove the file's number of steps if the command line gives epochs, and the file's epochs if it gives steps."""
-    for given, other in (("steps", "epochs"), ("epochs", "steps")):
-        key = f"training.{other}"
-        by_flag = origins.get(f"training.{given}", "").startswith("--") and training[given] is not None
-        if by_flag and key in origins and not origins[key].startswith("--"):
-            del training[other], origins[key]
+def _with_pretrained(
+    layers: Sequence[Layer], config: Config, check_files: Collection[str], with_weights: bool
+) -> list[Layer]:
+    """Return the layers with that of the model folder, which stands directly below the layer that names the folder."""
+    place = max(i for i, layer in enumerate(layers) if "model.pretrained" in layer)
+    given = set().union(*layers[place:])
+    found = layer_of_pretrained(config, given, check_files, with_weights)
+    # A layer above may contain what the folder gives only in an older form: the branch of a commit, a path that an earlier start
+    # has recorded, tokens to which those of the folder have been added.
+    above = [{key: value for key, value in layer.items() if key not in found} for layer in layers[place:]]
+    return [*layers[:place], found, *above]
+
+
+def _merged(layers: Sequence[Layer]) -> Config:
+    """Return the configuration of layers, of which a later one precedes. The first contains all defaults."""
+    sections: dict[str, dict[str, Any]] = {}
+    origins: dict[str, str] = {}
+    for layer in layers:
+        for key, value in layer.items():
+            section, name, *entry = key.split(".", 2)
+            members = sections.setdefault(section, {})
+            members[name] = {**members[name], entry[0]: value.value} if entry else value.value
+            for named in (key, f"{section}.{name}"):
+                origins[named] = value.origin
+    defaults = Config()
+    changed = {name: replace(getattr(defaults, name), **members) for name, members in sections.items()}
+    return Config(**changed, origins={key: origin for key, origin in origins.items() if origin})
+
+
+def _resets(layer: Layer, defaults: Layer) -> Layer:
+    """Return the defaults of the settings that a layer resets."""
+    keys = [other for key, other in _RESETS.items() if key in layer and layer[key].value not in (None, "")]
+    return {key: defaults[key] for key in keys}

@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Collection, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import tomli
 
 from trainer.base.config import hub
 from trainer.base.config.errors import ConfigError, errors_about
+from trainer.base.config.fields import Layer, Value
 from trainer.base.config.model_source import (
     TOKENIZER_FILES,
     is_model,
@@ -39,27 +39,27 @@ _PARTS: Mapping[str, tuple[str, ...]] = {
 _CHATS = {"chat", "preference"}
 
 
-def with_pretrained(config: Config, sections: Collection[str], with_weights: bool = True) -> Config:
-    """Return the configuration with the settings that [model] pretrained gives. Settings that are given beside it take
-    precedence, except that the command line precedes the file.
+def layer_of_pretrained(config: Config, given: Collection[str], sections: Collection[str], with_weights: bool) -> Layer:
+    """Return the values of the parts that [model] pretrained gives.
 
     Args:
-        config: As the user has given it.
+        config: The settings without them.
+        given: Keys that the layer of [model] pretrained and those above it contain. A part is given as a whole: if one of its
+            settings is among them, the folder does not provide the part.
         sections: Those whose files the command reads. What other sections would read need not exist.
         with_weights: Whether a model of the Hub is downloaded with its weights.
 
     Raises:
         ConfigError: There is no such model, or it lacks what the command needs.
     """
-    source, origin = config.model.pretrained, config.origins.get(SETTING)
-    if not source:
-        return config
-    if _is_on_command_line(config, SETTING) and not _is_on_command_line(config, "model.revision"):
-        config = replace(config, model=replace(config.model, revision=""))  # it is that of the file's model
-    parts = [part for part in _PARTS if not _is_given(config, part) and (part != "chat template" or has_chats(config))]
+    source = config.model.pretrained
+    explicit = {key for key in given if not _is_recorded(config, key)}
+    parts = [part for part, keys in _PARTS.items() if explicit.isdisjoint(keys)]
+    if not has_chats(config):
+        parts = [part for part in parts if part != "chat template"]
     section_of = {"model": "model", "weights": "checkpoint", "tokenizer": "tokenizer", "chat template": "data"}
     read = [part for part in parts if part == "model" or section_of[part] in sections]
-    changes: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     if not read:  # such as a plan of a model with a given size, for which no folder must exist
         folder = Path(source)
     elif os.path.exists(split_best(source)[0]) or not hub.is_hub_name(source):
@@ -68,46 +68,44 @@ def with_pretrained(config: Config, sections: Collection[str], with_weights: boo
     else:
         contents = "config" if read == ["model"] else "weights" if with_weights and "weights" in read else "text"
         folder = hub.fetch(source, _revision(config), contents)
-        changes["model.revision"] = folder.name
+        found["model.revision"] = folder.name
     if "model" in read:
-        changes["model.huggingface"] = str(folder)
+        found["model.huggingface"] = str(folder)
     if "weights" in parts:
-        changes["checkpoint.init_from"] = str(folder) if "model.revision" in changes else source
+        found["checkpoint.init_from"] = str(folder) if "model.revision" in found else source
     if "tokenizer" in read:
-        changes |= _tokenizer(config, folder)
+        found |= _tokenizer(config, folder)
     if "chat template" in read and template_file(folder):
         # A folder may have the name of a shipped template.
-        changes["data.chat_template"] = os.path.join(os.curdir, folder) if folder.parent == Path() else str(folder)
-    return _changed(config, changes, origin)
+        found["data.chat_template"] = os.path.join(os.curdir, folder) if folder.parent == Path() else str(folder)
+    return _layer_of(found, SETTING, config)
 
 
-def with_tokenizer_backend(config: Config) -> Config:
-    """Return the configuration with the backend of the tokenizer at [tokenizer] path, if only the path is given. Raises
+def layer_of_tokenizer(config: Config) -> Layer:
+    """Return the file, the backend and the tokens of the tokenizer at [tokenizer] path, if only the path is given. Raises
     ConfigError if the kind of the tokenizer cannot be seen."""
-    if not config.tokenizer.path or "tokenizer.backend" in config.origins:
-        return config
-    with errors_about("tokenizer.path"):
-        found = tokenizer_of(Path(config.tokenizer.path))
-    if not found and os.path.isdir(config.tokenizer.path):
-        raise ConfigError("tokenizer.path", f"this folder contains none of {', '.join(TOKENIZER_FILES)}")
+    key, path = "tokenizer.path", config.tokenizer.path
+    if not path or "tokenizer.backend" in config.origins:
+        return {}
+    with errors_about(key):
+        found = tokenizer_of(Path(path))
+    if not found and os.path.isdir(path):
+        raise ConfigError(key, f"this folder contains none of {', '.join(TOKENIZER_FILES)}")
     if not found:
-        message = "the kind of this tokenizer is not clear from its name; set tokenizer.backend"
-        raise ConfigError(
-            "tokenizer.path", f"{message} to {', '.join(sorted(set(TOKENIZER_FILES.values()) | {'tiktoken'}))}"
-        )
-    changes = _with_own_tokens(found, config.tokenizer)
-    return _changed(config, changes, config.origins["tokenizer.path"])
+        backends = ", ".join(sorted({*TOKENIZER_FILES.values(), "tiktoken"}))
+        message = f"the kind of this tokenizer is not clear from its name; set tokenizer.backend to {backends}"
+        raise ConfigError(key, message)
+    return _layer_of(_with_own_tokens(found, config.tokenizer), key, config)
 
 
-def _changed(config: Config, changes: Mapping[str, Any], origin: str | None) -> Config:
-    """Return the configuration with these values. origin: that of the setting that gave them."""
-    origins = dict(config.origins)
-    for key, value in changes.items():
+def _layer_of(values: Mapping[str, Any], setting: str, config: Config) -> Layer:
+    """Return values as a layer. setting: the one that gives them, which their origins name."""
+    origin = config.origins[setting]
+    layer = {}
+    for key, value in values.items():
         section, _, name = key.partition(".")
-        config = replace(config, **{section: replace(getattr(config, section), **{name: value})})
-        if origins.get(key) != origin:
-            origins[key] = f"{origin} ([{section}] {name})"
-    return replace(config, origins=origins)
+        layer[key] = Value(value, origin if key == setting else f"{origin} ([{section}] {name})")
+    return layer
 
 
 def is_from_pretrained(config: Config, key: str) -> bool:
@@ -140,21 +138,10 @@ def has_chats(config: Config) -> bool:
     return bool(_CHATS & {config.data.dataset, *readers})
 
 
-def _is_given(config: Config, part: str) -> bool:
-    """Return whether the user has set a part explicitly: on the command line, or in the file that sets [model] pretrained. Paths
-    of the commit in the cache of the Hub are those that an earlier start has recorded or printed."""
-    on_command_line = _is_on_command_line(config, SETTING)
-    commit = config.model.revision if hub.is_commit(config.model.revision) else ""
-
-    def is_explicit(key: str) -> bool:
-        is_fetched = commit and f"snapshots/{commit}" in str(config.value(key))
-        return key in config.origins and (not on_command_line or _is_on_command_line(config, key)) and not is_fetched
-
-    return any(map(is_explicit, _PARTS[part]))
-
-
-def _is_on_command_line(config: Config, key: str) -> bool:
-    return config.origins.get(key, "").startswith("--")
+def _is_recorded(config: Config, key: str) -> bool:
+    """Return whether a value is a path of the commit in the cache of the Hub, which an earlier start has recorded or printed."""
+    commit = config.model.revision
+    return hub.is_commit(commit) and f"snapshots/{commit}" in str(config.value(key))
 
 
 def _require_local(config: Config) -> None:

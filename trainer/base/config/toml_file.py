@@ -1,70 +1,69 @@
 """The settings of a TOML file."""
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import tomli
 
 from trainer.base.config.errors import ConfigError
-from trainer.base.config.fields import coerce, settings
+from trainer.base.config.fields import Layer, layer_of_value, settings
 from trainer.base.config.foreign import read_foreign, replacement
-from trainer.base.config.given import GivenValue
 from trainer.base.config.toml_text import toml_value
-from trainer.base.config.unknown_names import IN_FILE, REMOVED, WITHOUT_EFFECT, elsewhere
+from trainer.base.config.unknown_names import IN_FILE, REMOVED, WITHOUT_EFFECT, hint
 from trainer.base.system import console
 from trainer.base.system.spelling import did_you_mean, nearest, nearest_path
 
 DEFAULT_CONFIG = Path(__file__).parents[3] / "train_configs" / "debug.toml"
 
 
-def settings_of_file(file: str) -> Iterator[GivenValue]:
-    """Yield each value in the file. Raises ConfigError for a section or a key that does not exist."""
+def layer_of_file(file: str) -> Layer:
+    """Return each value in the file. Raises ConfigError for a section or a key that does not exist."""
     sections = {setting.section for setting in settings().values()}
+    layer: Layer = {}
     for section, body in _read_toml(file).items():
         if not isinstance(body, dict):
             own = f"; write [{section}] as a table" if section in sections else ""
-            hint = replacement(section, IN_FILE) or elsewhere(section) or own
-            raise ConfigError("", f"{file} {section} = {toml_value(body)}: the key is outside any [section]{hint}")
+            line = f"{file} {section} = {toml_value(body)}: the key is outside any [section]"
+            raise ConfigError("", f"{line}{hint(section, IN_FILE) or own}")
         if section not in sections:
             raise _unknown_section(file, section, body)
         for name, raw in body.items():
-            yield from _values_of_key(file, section, name, raw)
+            layer |= _values_of_key(file, section, name, raw)
+    return layer
 
 
 def _unknown_section(file: str, section: str, body: dict[str, Any]) -> ConfigError:
     """Return the error of a section that does not exist. It names what replaces the first key that another trainer has too."""
     for name in body:
-        if hint := replacement(f"{section}.{name}", IN_FILE):
-            return ConfigError("", f"{file} [{section}] {name}: unknown section{hint}")
+        if used := replacement(f"{section}.{name}", IN_FILE):
+            return ConfigError("", f"{file} [{section}] {name}: unknown section{used}")
     sections = {setting.section for setting in settings().values()}
     own = read_foreign()["sections"].get(section)
-    hint = f"; did you mean [{own}]?" if own else did_you_mean(section, sections, "[{}]")
-    return ConfigError("", f"{file} [{section}]: unknown section{hint}")
+    meant = f"; did you mean [{own}]?" if own else did_you_mean(section, sections, "[{}]")
+    return ConfigError("", f"{file} [{section}]: unknown section{meant}")
 
 
-def _values_of_key(file: str, section: str, name: str, raw: Any) -> Iterator[GivenValue]:
-    """Yield the value of a key, or of each entry of the key's table."""
+def _values_of_key(file: str, section: str, name: str, raw: Any) -> Layer:
+    """Return the value of a key, or of each entry of the key's table."""
     setting = settings().get(f"{section}.{name}")
     if setting is None:
         siblings = [s.name for s in settings().values() if s.section == section]
-        removed = REMOVED.get(f"{section}.{name}")
         if f"{section}.{name}" in WITHOUT_EFFECT:
-            console.warning(f"{file} [{section}] {name} has no effect: {removed}")
-            return
-        hint = replacement(f"{section}.{name}", IN_FILE) or elsewhere(name) or did_you_mean(name, siblings)
-        hint = f"; {removed}" if removed else hint
-        raise ConfigError("", f"{file} [{section}] {name}: unknown key{hint}")
+            console.warning(f"{file} [{section}] {name} has no effect: {REMOVED[f'{section}.{name}']}")
+            return {}
+        used = hint(f"{section}.{name}", IN_FILE) or did_you_mean(name, siblings)
+        raise ConfigError("", f"{file} [{section}] {name}: unknown key{used}")
     origin = f"{file} [{section}] {name} = {toml_value(raw)}"
     if not setting.is_table:
-        yield GivenValue(setting=setting, entry="", parse=coerce, raw=raw, origin=origin)
-    elif isinstance(raw, dict):
-        for entry, value in raw.items():
-            origin = f"{file} [{setting.key}] {entry} = {toml_value(value)}"
-            yield GivenValue(setting=setting, entry=entry, parse=coerce, raw=value, origin=origin)
-    else:
+        return layer_of_value(setting, "", raw, origin, is_text=False)
+    if not isinstance(raw, dict):
         raise ConfigError("", f"{origin}: expected a table")
+    layer: Layer = {}
+    for entry, value in raw.items():
+        origin = f"{file} [{setting.key}] {entry} = {toml_value(value)}"
+        layer |= layer_of_value(setting, entry, value, origin, is_text=False)
+    return layer
 
 
 def _read_toml(file: str) -> dict[str, Any]:

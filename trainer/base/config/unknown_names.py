@@ -1,6 +1,7 @@
-"""Hints about settings that do not exist, beside those about other trainers' (foreign.py)."""
+"""Hints about settings that do not exist."""
 
 from trainer.base.config.fields import settings
+from trainer.base.config.foreign import normalized, replacement
 
 REMOVED = {
     "data.num_workers": "[data] prefetch replaces it, the number of microbatches that a thread loads ahead",
@@ -14,7 +15,17 @@ IN_FILE, AS_FLAG = "[{}] {}", "'--{}.{}'"
 """Formats of a setting in the messages about a file and about the command line."""
 
 
-def elsewhere(name: str, show: str = IN_FILE) -> str:
-    """Return a hint that suggests the settings with exactly this name, or "" if there is none."""
-    same = [show.format(setting.section, setting.name) for setting in settings().values() if setting.name == name]
-    return f"; did you mean {' or '.join(same)}?" if same else ""
+def hint(name: str, show: str) -> str:
+    """Return a hint with what replaces a setting of an earlier version or of another trainer, or with the settings of the same
+    name in other sections, or "" if there is none.
+
+    Args:
+        name: With or without a section, in the spelling of a file or a flag.
+        show: IN_FILE or AS_FLAG.
+    """
+    key = normalized(name)
+    if removed := REMOVED.get(key):
+        return f"; {removed}"
+    last = key.rpartition(".")[2]
+    same = [show.format(setting.section, setting.name) for setting in settings().values() if setting.name == last]
+    return replacement(name, show) or (f"; did you mean {' or '.join(same)}?" if same else "")
