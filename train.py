@@ -1,7 +1,7 @@
 """Train a language model: python train.py --config train_configs/debug.toml [--section.key value ...]"""
 
 from trainer.base.system.dependencies import require_dependencies
-from trainer.base.system.signals import SignalListener, end_before_training
+from trainer.base.system.signals import SignalListener, end_before_training, end_silently
 from trainer.base.system.streams import flush_standard_streams, open_standard_streams
 
 if __name__ == "__main__":  # before the other imports, during which signals arrive too
@@ -12,7 +12,6 @@ if __name__ == "__main__":  # before the other imports, during which signals arr
 import faulthandler
 import gc
 import os
-import signal
 import sys
 from functools import partial
 from typing import NoReturn
@@ -77,11 +76,6 @@ def run(config: Config, listener: SignalListener) -> int:
     return 0
 
 
-def end_after_failure(number: signal.Signals) -> None:
-    """End this process without a line. The launcher ends the ranks that lost the connection to one that failed."""
-    os._exit(128 + number)
-
-
 def run_dry() -> NoReturn:
     """Become the launcher, which prints what a run of one rank would do."""
     if "WORLD_SIZE" in os.environ:
@@ -115,7 +109,7 @@ def main(listener: SignalListener) -> None:
         code = 1
         from trainer.runtime.distributed import report_failure
 
-        listener.react = end_after_failure
+        listener.react = end_silently
         report_failure(error)
     # Skips the interpreter's clean-up, in which gloo's threads abort about every second clean exit (torch 2.13).
     flush_standard_streams()

@@ -19,6 +19,7 @@ from trainer.base.config.schema.facts import OWN_OBJECTIVE
 from trainer.base.system import console
 from trainer.base.system.checkpoint_folder import committed
 from trainer.base.system.files import digest
+from trainer.base.system.signals import StopRequest
 from trainer.checkpoint.async_save import WRITERS
 from trainer.checkpoint.best import BestTracker
 from trainer.checkpoint.formats.model_metadata import GENERATION_CONFIG
@@ -35,7 +36,6 @@ from trainer.parallel.attention import CPU_BACKEND, GPU_BACKEND, kernel_name
 from trainer.parallel.mesh import Meshes
 from trainer.resilience.early_stopping import EarlyStopping
 from trainer.resilience.guard import StepMonitor
-from trainer.resilience.stop_signals import StopRequest
 from trainer.resilience.straggler import StragglerDetector
 from trainer.resilience.watchdog import Watchdog
 from trainer.run.metrics import Metrics
@@ -124,7 +124,7 @@ def build_trainer(
         checkpoints.restore(point, state)
     _record_start(config, resolved, device, datasets, state, deterministic)
 
-    stop = StopRequest()
+    stop = StopRequest(console.info)
     return Trainer(
         config=config,
         state=state,

@@ -11,14 +11,7 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
 
 from trainer.base.system.dependencies import require_dependencies
-from trainer.base.system.signals import (
-    ENDING_SIGNALS,
-    LAUNCHER_PID,
-    SAME_REQUEST_S,
-    SignalListener,
-    end_before_training,
-    end_before_training_line,
-)
+from trainer.base.system.signals import LAUNCHER_PID, SignalForwarder, SignalListener, end_before_training
 from trainer.base.system.streams import flush_standard_streams, open_standard_streams, print_error, require_stdout
 
 if __name__ == "__main__":  # before the other imports, during which signals arrive too
@@ -27,16 +20,9 @@ if __name__ == "__main__":  # before the other imports, during which signals arr
     listener = SignalListener(end_before_training)
 
 import logging
-import math
 import re
-import signal
-import subprocess
-import threading
-import time
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import NoReturn
 
 from trainer.base.config.command_line import (
@@ -188,92 +174,6 @@ def run_dry(listener: SignalListener) -> NoReturn:
         code = exit.code
     flush_standard_streams()
     os._exit(code)  # gloo's threads may abort in the interpreter's clean-up
-
-
-class SignalForwarder:
-    """Reaction to stop signals that forwards them to the ranks, which then save and exit. If there are no ranks, it ends the
-    launcher. A repeated SIGTERM or SIGINT kills ranks that do not react to it.
-
-    The launcher prints one line about ranks that end before the first step, whichever ranks have received the signal. torchrun
-    sends SIGTERM to the others, and some lose their connections first.
-    """
-
-    def __init__(self) -> None:
-        self.signal: signal.Signals | None = None
-        self.repeated = False
-        self._first_s = math.inf  # time of the first SIGTERM or SIGINT
-        self.started = False
-        """Whether there were ranks. A launcher that has none any more waits for those of other nodes, or restarts its own."""
-
-    def receive(self, number: signal.Signals) -> None:
-        now, ranks = time.monotonic(), children()
-        first, repeated = self.signal is None, number in ENDING_SIGNALS and now > self._first_s + SAME_REQUEST_S
-        if first or repeated:
-            self.signal = number
-        self.repeated = self.repeated or repeated
-        if number in ENDING_SIGNALS:
-            self._first_s = min(self._first_s, now)
-        send(number, ranks)
-        if first and not ranks and not self.started:
-            end_before_training(number, clean_up=lambda: send(signal.SIGKILL, children()))
-        if first:
-            threading.Thread(target=prevent_restarts, args=(set(ranks),), daemon=True).start()
-        if repeated:
-            while children() and time.monotonic() < now + SAME_REQUEST_S:
-                time.sleep(0.05)
-            send(signal.SIGKILL, ranks)
-            if not ranks:
-                print_error(f"a repeated {number.name} ends the launcher")
-                os._exit(128 + number)
-
-    def watch_for_ranks(self) -> None:
-        """Set `started` as soon as there are ranks."""
-
-        def watch() -> None:
-            while not children():
-                time.sleep(0.1)
-            self.started = True
-
-        threading.Thread(target=watch, daemon=True).start()
-
-    def exit_code(self, error) -> int:
-        """Return the launcher's exit code after ranks have failed. Print the reason if the ranks did not live to print it."""
-        rank, failure = error.get_first_failure()
-        codes = [failure.exitcode for failure in error.failures.values()]
-        if self.signal is not None:
-            if 128 + self.signal not in codes:
-                print_error(f"the run was stopped by {self.signal.name} before its state could be saved")
-            elif not self.repeated:  # otherwise, a rank has printed it
-                print_error(end_before_training_line(self.signal))
-            return 128 + self.signal
-        code = failure.exitcode if failure.exitcode >= 0 else 128 - failure.exitcode
-        if code - 128 in {*signal.Signals}:
-            name = signal.Signals(code - 128).name
-            print_error(f"rank {rank} was killed by {name}; the other ranks of this node were stopped")
-        return code
-
-
-def prevent_restarts(ranks: set[int]) -> NoReturn:
-    """Kill all later ranks. torchrun starts them if a rank fails after the run was asked to stop."""
-    while True:
-        time.sleep(0.1)
-        send(signal.SIGKILL, [rank for rank in children() if rank not in ranks])
-
-
-def send(number: int, processes: list[int]) -> None:
-    for process in processes:
-        with suppress(ProcessLookupError):  # it has just ended
-            os.kill(process, number)
-
-
-def children() -> list[int]:
-    """Return the ids of running child processes."""
-    try:
-        tasks = Path("/proc/self/task").iterdir()
-        return [int(pid) for task in tasks for pid in (task / "children").read_text().split()]
-    except OSError:  # not Linux
-        found = subprocess.run(["pgrep", "-P", str(os.getpid())], capture_output=True, text=True, check=False)
-        return [int(pid) for pid in found.stdout.split()]
 
 
 if __name__ == "__main__":

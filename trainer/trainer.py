@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from trainer.base.config import Config
 from trainer.base.system import console
 from trainer.base.system.paths import BEST
+from trainer.base.system.signals import StopRequest
 from trainer.base.system.units import duration
 from trainer.batch import Batch
 from trainer.checkpoint.commit import SaveFailed
@@ -20,7 +21,6 @@ from trainer.inference.samples import SampleGenerator
 from trainer.optim.lr_schedule import lr_factor
 from trainer.resilience.early_stopping import EarlyStopping
 from trainer.resilience.guard import StepMonitor, StepOutcome, TrainingDiverged
-from trainer.resilience.stop_signals import StopRequest
 from trainer.resilience.straggler import StragglerDetector
 from trainer.resilience.watchdog import Watchdog
 from trainer.run.metrics import Metrics

@@ -17,7 +17,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from trainer.base.system.process import exit_on_interrupt
+from trainer.base.system.signals import exit_on_interrupt
 
 if __name__ == "__main__":
     exit_on_interrupt()

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import torch.distributed as dist
 from torch.distributed.pipelining.schedules import _wait_batch_p2p
 
+from trainer.base.system.signals import StopRequest
 from trainer.resilience import watchdog
-from trainer.resilience.stop_signals import StopRequest
 from trainer.resilience.watchdog import Watchdog, waits_for_stage
 
 
@@ -20,7 +20,7 @@ def simulated_clock():
     """Context manager that replaces the watchdog's clock. It yields a watchdog that is not started, with a timeout of 30 s, and a
     function that advances the clock and returns overdue_s."""
     clock = [100.0]
-    dog = Watchdog(30.0, StopRequest())
+    dog = Watchdog(30.0, StopRequest(print))
     dog.clock = SimpleNamespace(now=lambda: clock[0])
 
     def overdue_after(seconds):
@@ -34,7 +34,7 @@ def test_time_in_which_the_process_was_suspended_is_no_time_of_a_step(monkeypatc
     """Of the hour between two readings, twice the watchdog's interval counts, which is 10 s."""
     moments = iter([0.0, 5.0, 3605.0, 3610.0, 3615.0, 3620.0, 3630.0])
     monkeypatch.setattr(time, "monotonic", lambda: next(moments))
-    dog = Watchdog(30.0, StopRequest())
+    dog = Watchdog(30.0, StopRequest(print))
     dog.after_step(1)
     assert [dog.overdue_s() for _ in range(5)] == [0.0, 0.0, 0.0, 0.0, 35.0]
 
@@ -127,7 +127,7 @@ def test_a_rank_that_waits_for_data_ends_after_a_stop_request(monkeypatch, capfd
     monkeypatch.setattr(watchdog, "_STOP_S", 0.1)
     monkeypatch.setattr(watchdog.os, "_exit", end)
     monkeypatch.setattr(watchdog, "_BEAT_S", 0.1)
-    stop = StopRequest()
+    stop = StopRequest(print)
     dog = Watchdog(0.0, stop)
     dog.start()
     stop.requested = True
@@ -170,7 +170,7 @@ def test_a_stop_request_limits_the_wait_for_a_microbatch_not_the_step(ranks):
 
 def stalled_ranks():
     """Return what rank 0 reports while rank 1 waits for data."""
-    dog, lines = Watchdog(60.0, StopRequest()), []
+    dog, lines = Watchdog(60.0, StopRequest(print)), []
     dog.beat_s = 0.1
     dog.start()
 
@@ -193,7 +193,7 @@ def test_a_rank_ends_although_the_store_does_not_answer(monkeypatch, capfd):
     monkeypatch.setattr(watchdog.dist, "get_world_size", lambda: 1)
     monkeypatch.setattr(watchdog, "_STORE_TIMEOUT_S", 0.1)
     monkeypatch.setattr(watchdog.os, "_exit", exits.append)
-    dog = Watchdog(0.0, StopRequest())
+    dog = Watchdog(0.0, StopRequest(print))
     answer = threading.Event()
     monkeypatch.setattr(dog, "_stalled_ranks", answer.wait)
     dog._end(41.2)

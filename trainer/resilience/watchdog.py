@@ -12,8 +12,8 @@ from types import FrameType
 import torch.distributed as dist
 
 from trainer.base.system.clock import RunningClock
+from trainer.base.system.signals import StopRequest
 from trainer.base.system.streams import print_error
-from trainer.resilience.stop_signals import StopRequest
 from trainer.runtime.collectives import waiting_collectives
 from trainer.runtime.distributed import clone_store
 

@@ -201,7 +201,7 @@ def test_a_command_that_prints_results_needs_stdout(command, tmp_path):
 
 def test_an_interrupt_before_run_to_end_is_one_line():
     program = (
-        "import os, signal; from trainer.base.system.process import exit_on_interrupt\n"
+        "import os, signal; from trainer.base.system.signals import exit_on_interrupt\n"
         "exit_on_interrupt(); os.kill(os.getpid(), signal.SIGINT)"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)

@@ -22,7 +22,8 @@ from trainer.base.config.schema.constraint import Constraint
 from trainer.base.system.children import end_children
 from trainer.base.system.files import describe, folder_error
 from trainer.base.system.paths import path_error
-from trainer.base.system.process import local_rank, restore_interrupt
+from trainer.base.system.process import local_rank
+from trainer.base.system.signals import Terminated, raise_interrupts
 from trainer.base.system.spelling import counted, did_you_mean
 from trainer.base.system.streams import (
     STDOUT,
@@ -131,9 +132,7 @@ def run_to_end(main: Callable[[], None], interrupted: str = "interrupted") -> No
     open_standard_streams()
     name_stdout_in_errors()
     try:
-        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-            signal.signal(signal.SIGTERM, _terminate)
-        restore_interrupt()
+        raise_interrupts()
         check_environment()
         try:
             main()
@@ -153,15 +152,7 @@ def run_to_end(main: Callable[[], None], interrupted: str = "interrupted") -> No
     except KeyboardInterrupt as interrupt:
         print_error(interrupted)
         end_children()
-        os._exit(143 if isinstance(interrupt, _Terminated) else 130)
-
-
-class _Terminated(KeyboardInterrupt):
-    """SIGTERM, which ends a script in the same way as Ctrl-C."""
-
-
-def _terminate(*_: object) -> NoReturn:
-    raise _Terminated
+        os._exit(143 if isinstance(interrupt, Terminated) else 130)
 
 
 def utf8(text: str) -> str:

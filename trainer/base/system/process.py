@@ -1,15 +1,12 @@
-"""Properties of a process and its node: cores, rank, memory and signals."""
+"""Properties of a process and its node: cores, rank, memory and children."""
 
 import ctypes
 import os
 import signal
 import socket
+import subprocess
 import sys
 from pathlib import Path
-
-from trainer.base.system.dependencies import require_dependencies
-from trainer.base.system.signals import STOP_SIGNALS
-from trainer.base.system.streams import open_standard_streams, print_error, require_stdout
 
 
 def cores() -> int:
@@ -67,34 +64,11 @@ def die_with_parent() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
-def exit_on_interrupt() -> None:
-    """Let Ctrl-C print one line and exit with code 130 until `restore_interrupt` is called. Importing torch takes seconds.
-
-    Scripts call this first, so it also opens standard streams that are closed, and exits with code 2 if stdout was, or if a
-    dependency is not installed.
-    """
-    open_standard_streams()
-    require_stdout()
-    require_dependencies()
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a background job of a shell ignores SIGINT
-        signal.signal(signal.SIGINT, _exit_interrupted)
-
-
-def restore_interrupt() -> None:
-    """Let Ctrl-C raise KeyboardInterrupt again."""
-    if signal.getsignal(signal.SIGINT) is _exit_interrupted:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def _exit_interrupted(*_: object) -> None:
-    if local_rank() == 0:
-        print_error("interrupted")
-    os._exit(130)
-
-
-def detach_signals(*_: object) -> None:
-    """Ignore stop signals, because the parent process handles them. Exit when the parent process exits."""
-    signal.set_wakeup_fd(-1)
-    for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-    die_with_parent()
+def children() -> list[int]:
+    """Return the ids of running child processes."""
+    try:
+        tasks = Path("/proc/self/task").iterdir()
+        return [int(pid) for task in tasks for pid in (task / "children").read_text().split()]
+    except OSError:  # not Linux
+        found = subprocess.run(["pgrep", "-P", str(os.getpid())], capture_output=True, text=True, check=False)
+        return [int(pid) for pid in found.stdout.split()]

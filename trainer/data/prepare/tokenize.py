@@ -19,7 +19,8 @@ from trainer.base.config import ConfigError, DataConfig, TokenizerConfig
 from trainer.base.system.children import children_ignore_signals, exit_with_parent, for_pool
 from trainer.base.system.console import progress
 from trainer.base.system.paths import unreadable
-from trainer.base.system.process import cores, detach_signals
+from trainer.base.system.process import cores
+from trainer.base.system.signals import detach_signals
 from trainer.data.prepare.encode import encoder
 from trainer.data.prepare.limits import Counts, allowed_bad_documents, check_number
 from trainer.data.prepare.runs import Chunk, chunk_file, read_bad_documents, read_chunk, write_chunk
