@@ -11,7 +11,6 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from trainer.base.config import Config, ConfigError, TrainingConfig
-from trainer.base.system.signals import StopRequest
 from trainer.base.system.spelling import counted
 from trainer.batch import IGNORE_INDEX, Batch
 from trainer.data.build import Datasets, open_datasets, with_earlier_names
