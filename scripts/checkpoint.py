@@ -8,7 +8,6 @@ The exit code is 1 if a checkpoint is damaged. Only `verify` reads whole files; 
 """
 
 import json
-import os
 import signal
 import sys
 import time
@@ -38,7 +37,8 @@ if __name__ == "__main__":
 
 from tqdm import tqdm
 
-from trainer.base.config.model_source import best_checkpoint, best_step, list_checkpoints
+from trainer.base.config.checkpoints import best_checkpoint, best_step, list_checkpoints
+from trainer.base.config.recognition import is_checkpoint
 from trainer.base.system.checkpoint_folder import STATE_FILE, parse_step
 from trainer.base.system.files import folder_error
 from trainer.base.system.paths import split_best
@@ -54,7 +54,7 @@ def find_checkpoints(path: Path) -> list[Path]:
     run_folder, is_best = split_best(path)
     if is_best:
         return [best_checkpoint(run_folder / "checkpoints")]
-    if parse_step(path.name) is not None or os.path.exists(path / manifest.NAME):
+    if parse_step(path.name) is not None or is_checkpoint(path):
         return [path]
     return list_checkpoints(path / "checkpoints") or list_checkpoints(path)
 

@@ -59,12 +59,12 @@ if __name__ == "__main__":
 from tqdm import tqdm
 
 from models import MODELS
-from trainer.base.config.model_source import resolve_checkpoint
-from trainer.base.system.checkpoint_folder import is_checkpoint
+from trainer.base.config.checkpoints import resolve_checkpoint
+from trainer.base.config.recognition import is_adapter, is_checkpoint
 from trainer.base.system.spelling import did_you_mean
 from trainer.base.system.units import GIB
 from trainer.checkpoint.formats.adapter import Adapter
-from trainer.checkpoint.formats.folders import is_adapter, open_weights
+from trainer.checkpoint.formats.folders import open_weights
 from trainer.checkpoint.formats.huggingface import HuggingFaceWeights
 from trainer.checkpoint.formats.huggingface_writer import exported_bytes, write_huggingface
 from trainer.checkpoint.formats.native_writer import require_new_folder, write_checkpoint

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from models.spec import meta_model, saved_weights
 from trainer.base.config import Config
-from trainer.base.config.model_source import resolve_checkpoint
+from trainer.base.config.checkpoints import resolve_checkpoint
 from trainer.base.config.pretrained import is_from_pretrained
 from trainer.base.config.render import to_toml
 from trainer.base.system import console

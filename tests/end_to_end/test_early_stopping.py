@@ -10,7 +10,7 @@ import torch.distributed as dist
 from tests.tools.test_dry_run import dry
 from tests.training_runs import checkpoint_of, combine, in_folder, largest_deviation, records, trainer_from
 from trainer.base.config import EvaluationConfig
-from trainer.base.config.model_source import best_step
+from trainer.base.config.checkpoints import best_step
 from trainer.base.system import console
 from trainer.base.system.checkpoint_folder import step_of
 from trainer.resilience.early_stopping import EarlyStopping

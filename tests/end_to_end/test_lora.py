@@ -459,11 +459,12 @@ def test_parameters_that_peft_cannot_train_are_merged_but_not_exported(
 ):
     extra = ["--lora.targets", "*.w1", "--lora.train_fully", module]
     problem = UNSUPPORTED[family, module]
+    incompatible = f"is incompatible with parameters that peft cannot train alone ({problem})"
     hint = "scripts/convert_hf.py merge writes the complete model"
     argv = combine([*bases(family), *LORA, *extra, "--checkpoint.export_huggingface", "true"])
     with pytest.raises(ConfigError) as error:  # before the run
         resolve(load_config(argv), 1)
-    assert (error.value.key, error.value.message) == ("checkpoint.export_huggingface", f"{problem}; {hint}")
+    assert (error.value.key, error.value.message) == ("checkpoint.export_huggingface", f"{incompatible}: {hint}")
     run = finished(family, *extra)
     assert line_of(monkeypatch, capsys, "to-hf", run, tmp_path / "x") == f"{problem}; {hint}"
     monkeypatch.setattr(sys, "argv", ["convert_hf.py", "merge", str(run), str(tmp_path / "merged")])
@@ -622,7 +623,8 @@ MISTAKES = {
     ),
     ("--lora.init_from", "{dora}"): "--lora.init_from {dora}: {dora}: adapter_config.json: use_dora true must be false",
     ("--lora.init_from", "{base}"): (
-        "--lora.init_from {base}: {base_checkpoint} contains neither adapter_config.json nor a checkpoint of an adapter"
+        "--lora.init_from {base}: {base_checkpoint} contains no adapter, but is the checkpoint of a complete model; use it as "
+        "checkpoint.init_from"
     ),
     ("--lora.init_from", "{linked}"): (
         "--lora.init_from {linked}: {linked}: adapter_model.safetensors is a symbolic link to a path outside the folder"
@@ -710,4 +712,7 @@ def test_an_adapter_is_no_initial_model(ranks, bases, finished, tmp_path):
     run = finished("llama")
     argv = [*bases("llama"), *in_folder(tmp_path / "run"), "--checkpoint.init_from", str(run)]
     (line,) = ranks(1).run(error_line, argv)
-    assert line.endswith("contains only an adapter; scripts/convert_hf.py merge writes the complete model")
+    assert (
+        f"{checkpoint_of(run)} contains only an adapter; write a complete model (scripts/convert_hf.py merge " in line
+    )
+    assert line.endswith(f"--lora.init_from {checkpoint_of(run)}")

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from tests.fuzz.check import limits, may_refuse, refusal_of
 from tests.fuzz.strategies import Changed, Missing, Replaced, file_change
-from trainer.base.config.model_source import resolve_checkpoint
+from trainer.base.config.checkpoints import resolve_checkpoint
 from trainer.base.system.files import digest_of
 from trainer.checkpoint import manifest
 from trainer.checkpoint.commit import load

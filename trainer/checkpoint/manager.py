@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainer.base.config import CheckpointConfig
-from trainer.base.config.model_source import list_checkpoints
+from trainer.base.config.checkpoints import list_checkpoints
 from trainer.base.system import console
 from trainer.base.system.checkpoint_folder import STATE_FILE, step_of
 from trainer.base.system.spelling import counted

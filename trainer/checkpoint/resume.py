@@ -10,8 +10,8 @@ from typing import Any
 import torch.distributed as dist
 
 from trainer.base.config import ConfigError, errors_about
+from trainer.base.config.checkpoints import best_checkpoint, list_checkpoints
 from trainer.base.config.fields import settings
-from trainer.base.config.model_source import best_checkpoint, list_checkpoints
 from trainer.base.config.render import differing_settings, setting_texts
 from trainer.base.system import console
 from trainer.base.system.checkpoint_folder import LARGEST_CONFIG, STATE_FILE, committed, step_of

@@ -15,7 +15,7 @@ from models.components import CausalMask, attention_kernel, visible_keys
 from models.context import Context
 from models.spec import LayerKind, ParallelPlan
 from trainer.base.config import ConfigError
-from trainer.base.config.model_source import resolve_checkpoint
+from trainer.base.config.checkpoints import resolve_checkpoint
 from trainer.checkpoint.formats.folders import open_weights, window_and_generation
 from trainer.checkpoint.formats.tokenizer_files import load_model_tokenizer
 from trainer.data.chat.format import ChatFormat, load_chat_format

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from models.spec import saved_weights
 from trainer.base.config import ConfigError
-from trainer.base.config.model_source import resolve_checkpoint
+from trainer.base.config.checkpoints import resolve_checkpoint
 from trainer.base.system.paths import path_error
 from trainer.checkpoint.formats.folders import open_weights
 from trainer.checkpoint.formats.tokenizer_files import load_model_tokenizer

@@ -11,7 +11,7 @@ from torch import nn
 
 from models.moe import is_stack
 from trainer.base.config import CheckpointConfig, Config, ConfigError
-from trainer.base.config.model_source import list_checkpoints
+from trainer.base.config.checkpoints import list_checkpoints
 from trainer.base.system.files import existing_part
 from trainer.base.system.process import memory_available, node_id
 from trainer.base.system.spelling import counted

@@ -17,7 +17,7 @@ from models.spec import meta_model
 from models.width import KINDS, width_kind
 from trainer.adapters.select import SCALE_SETTINGS, excessive_rank, expert_adapters, unaligned_rank
 from trainer.base.config import Config, ConfigError, TrainingConfig, errors_about
-from trainer.base.config.model_source import resolve_checkpoint
+from trainer.base.config.checkpoints import resolve_checkpoint
 from trainer.base.config.render import to_toml
 from trainer.base.system import console
 from trainer.base.system.checkpoint_folder import MODEL_FILE

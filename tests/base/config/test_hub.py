@@ -215,7 +215,9 @@ def test_models_that_have_no_safetensors_are_described(hub, folder):
     assert fetch("a/pickles", "", "config").exists()  # sizes need no weights
     (folder / "pytorch_model.bin").unlink()
     hub.publish("a/nothing", folder)
-    assert error_of("a/nothing", "", "weights") == "a/nothing contains no weights"
+    assert error_of("a/nothing", "", "weights") == (
+        "a/nothing contains no weights: it has neither model.safetensors nor model.safetensors.index.json"
+    )
     (folder / "config.json").unlink()
     hub.publish("a/gguf", folder, **{"q4.gguf": b""})
     assert error_of("a/gguf", "", "config").startswith("a/gguf contains a model in llama.cpp's format GGUF")

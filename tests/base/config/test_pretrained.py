@@ -208,7 +208,7 @@ ERRORS = {
         "--from {folder}: {folder} contains neither manifest.json of a checkpoint nor config.json of a Hugging Face model"
     ),
     ("--from", "{folder}/adapter"): (
-        "--from {folder}/adapter: contains only an adapter; write a complete model "
+        "--from {folder}/adapter: {folder}/adapter contains only an adapter; write a complete model "
         "(scripts/convert_hf.py merge {folder}/adapter FOLDER), or continue with "
         "--from /the/base --lora.init_from {folder}/adapter"
     ),

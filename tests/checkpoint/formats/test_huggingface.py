@@ -515,7 +515,7 @@ def test_script_converts_and_reports_errors_in_one_line(hf_model, tmp_path):
     )
     assert script("from-hf", tmp_path, tmp_path / "x") == (
         2,
-        f"{tmp_path}: this folder is not a Hugging Face model, because it has no config.json",
+        f"{tmp_path} is no model in Hugging Face's format, because it has no config.json",
     )
     assert script("from-hf", hf_model, tmp_path / "x", "--family", "lama3") == (
         2,

@@ -19,9 +19,9 @@ from typing import Any, Literal
 
 from trainer.base.config.errors import ConfigError
 from trainer.base.config.packages import require_package
+from trainer.base.config.recognition import Use, recognise, recognise_published
 from trainer.base.system import console
 from trainer.base.system.files import atomic_write, file_lock, read_json_object
-from trainer.base.system.model_folder import published_problem, weights_problem
 from trainer.base.system.spelling import counted
 from trainer.base.system.streams import print_error
 
@@ -115,8 +115,10 @@ def _offline(snapshot: Path, name: str, contents: Contents, reason: str) -> Path
 
 def _download(hub: ModuleType, name: str, info: Any, contents: Contents) -> Path:
     """Download the missing files of a model. info: result of model_info."""
-    if problem := published_problem([s.rfilename for s in info.siblings], contents == "weights"):
-        raise ConfigError(_SETTING, f"{name} {problem}")
+    uses: tuple[Use, ...] = ("huggingface", "weights") if contents == "weights" else ("huggingface",)
+    for use in uses:
+        if problem := recognise_published([s.rfilename for s in info.siblings], use).problem:
+            raise ConfigError(_SETTING, f"{name} {problem}")
     wanted = [s for s in info.siblings if re.fullmatch(_PATTERNS[contents], s.rfilename)]
     cache = Path(hub.constants.HF_HUB_CACHE)
     storage = cache / f"models--{name.replace('/', '--')}"
@@ -163,7 +165,7 @@ def _verify(snapshot: Path, name: str, hashes: Mapping[str, str], contents: Cont
     if damaged:
         message = f"{', '.join(damaged)} of {name} does not match the hash of the Hub and was removed"
         raise ConfigError(_SETTING, f"{message}; the same command downloads it again")
-    if contents == "weights" and (problem := weights_problem(snapshot)):
+    if contents == "weights" and (problem := recognise(snapshot, "weights").problem):
         raise ConfigError(_SETTING, f"{name} {problem}")
     with suppress(OSError, ValueError):  # the cache of a cluster may be read-only
         record = _record(snapshot)

@@ -8,21 +8,13 @@ from typing import Any
 import tomli
 
 from trainer.base.config import hub
+from trainer.base.config.checkpoints import resolve_checkpoint
 from trainer.base.config.errors import ConfigError, errors_about
 from trainer.base.config.fields import Layer, Value
-from trainer.base.config.model_source import (
-    TOKENIZER_FILES,
-    is_model,
-    not_a_model,
-    read_model_file,
-    resolve_checkpoint,
-    template_file,
-    tokenizer_of,
-    tokenizer_settings,
-)
+from trainer.base.config.recognition import require
 from trainer.base.config.schema.config import Config
 from trainer.base.config.schema.model import TokenizerConfig
-from trainer.base.system.checkpoint_folder import is_checkpoint
+from trainer.base.config.tokenizer_and_template import TOKENIZER_FILES, template_file, tokenizer_of, tokenizer_settings
 from trainer.base.system.paths import split_best
 from trainer.base.system.spelling import similar_path
 
@@ -157,13 +149,7 @@ def _folder_of(source: str) -> Path:
     """Return the checkpoint or the folder in Hugging Face's format to which a path leads. Raises ConfigError."""
     with errors_about(SETTING):
         folder = resolve_checkpoint(Path(source))
-        if not is_model(folder):
-            raise not_a_model(folder)
-        adapter = read_model_file(folder).get("lora") if is_checkpoint(folder) else None
-    if adapter:
-        base = adapter.get("base") if isinstance(adapter, dict) else None
-        message = f"contains only an adapter; write a complete model (scripts/convert_hf.py merge {source} FOLDER)"
-        raise ConfigError(SETTING, f"{message}, or continue with --from {base or 'BASE'} --lora.init_from {source}")
+        require(folder, "pretrained")
     return folder
 
 

@@ -16,11 +16,6 @@ LARGEST_CONFIG = 2**24
 _NAME = re.compile(r"step-(\d{8,15})(\.old)?")
 
 
-def is_checkpoint(folder: Path) -> bool:
-    """Return whether a folder is a checkpoint of this trainer, as far as its names show it."""
-    return (folder / MANIFEST).exists()
-
-
 def parse_step(name: str) -> int | None:
     """Return the step in the folder name of a checkpoint, or None if the name is not that of a checkpoint."""
     match = _NAME.fullmatch(name)

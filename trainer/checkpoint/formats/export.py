@@ -7,11 +7,12 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 
 from trainer.base.config import CheckpointConfig, ConfigError, errors_about
-from trainer.base.config.model_source import best_checkpoint
+from trainer.base.config.checkpoints import best_checkpoint
+from trainer.base.config.recognition import is_adapter
 from trainer.base.system import console
 from trainer.base.system.checkpoint_folder import latest_per_step
 from trainer.checkpoint.formats.adapter import Adapter
-from trainer.checkpoint.formats.folders import is_adapter, open_weights
+from trainer.checkpoint.formats.folders import open_weights
 from trainer.checkpoint.formats.huggingface_writer import write_huggingface
 from trainer.checkpoint.formats.peft_writer import write_peft
 from trainer.checkpoint.formats.weights import checkpoint_origin

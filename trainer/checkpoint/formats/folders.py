@@ -7,19 +7,17 @@ from typing import Any
 
 from models.spec import ModelSpec
 from trainer.base.config import ConfigError
-from trainer.base.config.model_source import not_a_model, resolve_checkpoint
-from trainer.base.system.checkpoint_folder import is_checkpoint
-from trainer.base.system.model_folder import pointer_problem
+from trainer.base.config.checkpoints import resolve_checkpoint
+from trainer.base.config.recognition import MODEL, is_adapter, pointer_problem, require
 from trainer.base.system.paths import split_best
 from trainer.base.system.spelling import similar_path
 from trainer.checkpoint import manifest
 from trainer.checkpoint.formats.adapter import Adapter, MergedWeights
 from trainer.checkpoint.formats.huggingface import HuggingFaceWeights
-from trainer.checkpoint.formats.huggingface_files import family_of, read_config, read_object, require_model_folder
+from trainer.checkpoint.formats.huggingface_files import family_of, read_config, read_object
 from trainer.checkpoint.formats.model_metadata import GENERATION_CONFIG, ModelMetadata
 from trainer.checkpoint.formats.native import CheckpointWeights
 from trainer.checkpoint.formats.weights import Weights
-from trainer.checkpoint.manifest import CorruptError
 from trainer.runtime.distributed import run_on_rank_0
 
 
@@ -35,10 +33,8 @@ def open_complete(folder: Path, spec: ModelSpec | None = None, alone: bool = Fal
     Raises:
         ConfigError: The folder is damaged, or contains no such weights.
     """
-    if is_checkpoint(folder):
+    if require(folder, "model") != MODEL:
         return CheckpointWeights.open(folder, alone, averaged)
-    if not (folder / "config.json").exists():
-        raise not_a_model(folder)
     if averaged:
         raise ConfigError("", f"{folder} contains no averaged weights: it is no checkpoint of a run")
     return HuggingFaceWeights.open(folder, spec, alone)
@@ -89,14 +85,6 @@ def _open_base(adapter: Adapter, folder: Path) -> Weights:
     return base
 
 
-def is_adapter(checkpoint: Path) -> bool:
-    """Return whether a checkpoint contains an adapter. A damaged one counts as none."""
-    try:
-        return bool(ModelMetadata.read(checkpoint).lora)
-    except CorruptError:
-        return False
-
-
 def window_and_generation(folder: Path) -> tuple[int, dict[str, Any]]:
     """Return the context window and the generation_config.json of the model in a checkpoint or in a Hugging Face folder. If that
     file is missing or names no eos_token_id or pad_token_id, the model's configuration does. Raises ConfigError."""
@@ -111,9 +99,8 @@ def window_and_generation(folder: Path) -> tuple[int, dict[str, Any]]:
 
 def _read_metadata(folder: Path) -> ModelMetadata:
     """Return what a folder says about its model. Raises CorruptError or ConfigError."""
-    if is_checkpoint(folder):
+    if require(folder, "dimensions") != MODEL:
         return ModelMetadata.read(folder)
-    require_model_folder(folder)
     return read_config(folder / "config.json").metadata(folder)
 
 
@@ -122,14 +109,12 @@ def read_architecture(path: Path) -> tuple[str, Any]:
     its config.json. Raises ConfigError."""
     if not path.exists():
         raise ConfigError("", f"no such file or folder{similar_path(path)}")
-    if is_checkpoint(path):
+    if path.is_dir() and require(path, "dimensions") != MODEL:
         with manifest.damage_as_config_error(path):
             metadata = ModelMetadata.read(path)
             return metadata.family, metadata.spec_and_sizes()[1]
     # The user may name a link to a file, but the files of a folder may not be links out of it.
     file = path / "config.json" if path.is_dir() else Path(os.path.realpath(path))
-    if path.is_dir():
-        require_model_folder(path)
     if problem := pointer_problem(file):
         raise ConfigError("", problem)
     model = read_config(file)

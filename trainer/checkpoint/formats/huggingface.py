@@ -15,9 +15,9 @@ from torch import Tensor
 from models.huggingface import TEXT_MODEL, StoredStack, text_name
 from models.spec import ModelSpec, meta_model, saved_weights
 from trainer.base.config import ConfigError
-from trainer.base.config.model_source import template_file
+from trainer.base.config.recognition import recognise, require, unread_weights
+from trainer.base.config.tokenizer_and_template import template_file
 from trainer.base.system.files import LARGEST_JSON, digest, digest_of
-from trainer.base.system.model_folder import quantization_problem, unread_weights, weights_problem
 from trainer.checkpoint import manifest
 from trainer.checkpoint.formats import fp8
 from trainer.checkpoint.formats.huggingface_files import (
@@ -26,9 +26,9 @@ from trainer.checkpoint.formats.huggingface_files import (
     open_tensors,
     read_config,
     read_object,
-    require_model_folder,
 )
 from trainer.checkpoint.formats.mxfp4 import GROUP, PackedStack, decode, packed_stacks
+from trainer.checkpoint.formats.quantization import quantization_problem
 from trainer.checkpoint.formats.weights import Region, Weights, require_parameters
 from trainer.checkpoint.manifest import CorruptError
 from trainer.checkpoint.storage import DTYPE_OF, Chunk, TensorMetadata, read_regions, read_rows
@@ -68,7 +68,7 @@ def _decoded_tensors(
     format. Raises CorruptError, or ConfigError if a format cannot be read."""
     block = fp8.block_size(model.config)
     quantizations = {*model.spec.huggingface.quantizations, *(() if block is None else ("fp8",))}
-    if problem := quantization_problem(model.config, quantizations) or weights_problem(folder):
+    if problem := quantization_problem(model.config, quantizations) or recognise(folder, "weights").problem:
         raise ConfigError("", f"{folder} {problem}")
     stored = _stored_tensors(folder, with_fp8=block is not None)
     scaled = {} if block is None else fp8.scaled_matrices(stored, block)
@@ -186,7 +186,7 @@ class HuggingFaceWeights(Weights):
             ConfigError: The folder contains no model in this format, a model of another architecture, or tensors that are not
                 those of the model.
         """
-        require_model_folder(folder)
+        require(folder, "huggingface")
         with manifest.damage_as_config_error(folder):
             described = read_config(folder / "config.json", spec)
             stored, packed, scaled = _decoded_tensors(folder, described)

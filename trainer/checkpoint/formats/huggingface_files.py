@@ -13,8 +13,7 @@ from models.config_json import text_config
 from models.sizes import text_of
 from models.spec import ModelSpec
 from trainer.base.config import ConfigError
-from trainer.base.system.files import TooLarge, folder_error, read_json_object
-from trainer.base.system.model_folder import folder_problem
+from trainer.base.system.files import TooLarge, read_json_object
 from trainer.base.system.paths import unreadable
 from trainer.checkpoint import manifest
 from trainer.checkpoint.formats.model_metadata import SPECIAL_TOKEN_IDS, ModelMetadata
@@ -34,17 +33,6 @@ def file_inside(folder: Path, name: Any) -> Path:
     if not (target.is_relative_to(home) or (home.parent.name == "snapshots" and target.is_relative_to(blobs))):
         raise CorruptError(f"{name} is a symbolic link to a path outside the folder")
     return path
-
-
-def require_model_folder(folder: Path) -> None:
-    """Raise ConfigError if the path is not a folder with a model in Hugging Face's format, as far as the names and sizes of its
-    files show it."""
-    if problem := folder_error(folder):
-        raise ConfigError("", f"{folder}: {problem}")
-    if problem := folder_problem(folder):
-        raise ConfigError("", f"{folder} {problem}")
-    if not os.path.exists(folder / "config.json"):
-        raise ConfigError("", f"{folder}: this folder is not a Hugging Face model, because it has no config.json")
 
 
 def read_object(file: Path) -> dict[str, Any]:

@@ -14,18 +14,17 @@ from models.spec import ModelSpec
 from trainer.adapters.nf4 import QuantizedWeight
 from trainer.adapters.select import SCALE_SETTINGS
 from trainer.base.config import CheckpointConfig, ConfigError, LoraConfig, errors_about
+from trainer.base.config.checkpoints import resolve_checkpoint
 from trainer.base.config.fields import matching
-from trainer.base.config.model_source import resolve_checkpoint
+from trainer.base.config.recognition import PEFT, require
 from trainer.base.config.toml_text import toml_value
 from trainer.base.system import console
 from trainer.base.system.files import digest_of
-from trainer.base.system.model_folder import adapter_problem
-from trainer.base.system.paths import split_best
 from trainer.checkpoint import manifest
 from trainer.checkpoint.commit import Tensors, require_match
 from trainer.checkpoint.formats.adapter import Adapter
-from trainer.checkpoint.formats.folders import is_adapter, open_complete
-from trainer.checkpoint.formats.peft import PEFT_CONFIG, PEFT_TENSORS, PeftNames, load_peft, peft_settings
+from trainer.checkpoint.formats.folders import open_complete
+from trainer.checkpoint.formats.peft import PEFT_TENSORS, PeftNames, load_peft, peft_settings
 from trainer.checkpoint.formats.weights import Weights
 from trainer.checkpoint.manifest import CorruptError
 from trainer.runtime.distributed import all_gather_objects, run_on_rank_0
@@ -176,16 +175,12 @@ def load_adapter(
     own = {name: p for name, p in parameters.items() if name in trained}
     folder = Path(config.init_from)
     try:
-        run_folder, is_best = split_best(folder)
-        is_own = is_best or (folder / manifest.NAME).exists() or (run_folder / "checkpoints").exists()
-        if not is_own and (problem := adapter_problem(folder)):
-            raise ConfigError("", f"{folder} {problem}")
-        if (folder / PEFT_CONFIG).exists():
+        folder = run_on_rank_0(partial(resolve_checkpoint, folder))
+        if require(folder, "adapter") == PEFT:
             _require_settings(config, peft_settings(folder), folder)
             load_peft(folder, PeftNames(spec, sizes), own, trained)
             source, other_base = folder / PEFT_TENSORS, ""
         else:
-            folder = run_on_rank_0(partial(resolve_checkpoint, folder))
             source, other_base = folder / manifest.NAME, _load_own_adapter(config, folder, own, trained, base_digest)
     except CorruptError as damage:
         raise ConfigError("lora.init_from", f"{folder}: {damage}") from None
@@ -198,8 +193,6 @@ def load_adapter(
 def _load_own_adapter(config: LoraConfig, folder: Path, own: Tensors, trained: Tensors, base_digest: str) -> str:
     """Load an adapter from a checkpoint of a run, and return a remark if its base model had another dtype. Arguments: as in
     load_adapter, and this rank's trained parameters. Raises CorruptError or ConfigError."""
-    if not is_adapter(folder):
-        raise ConfigError("", f"{folder} contains neither {PEFT_CONFIG} nor a checkpoint of an adapter")
     adapter = Adapter.open(folder)
     if adapter.base_digest != base_digest:
         raise ConfigError("", f"{folder} was trained with another base model, {adapter.base}")

@@ -40,8 +40,6 @@ class CheckpointWeights(Weights):
         """
         with manifest.damage_as_config_error(folder):
             weights = cls.open_trained(folder, alone, averaged)
-            if weights.model.lora:
-                raise CorruptError("contains only an adapter; scripts/convert_hf.py merge writes the complete model")
             require_parameters(folder, weights.index, saved_weights(meta_model(weights.spec.model, weights.sizes)))
         return weights
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from models.huggingface import HuggingFace
 from trainer.base.config import ConfigError, TokenizerConfig
-from trainer.base.config.model_source import TOKENIZER_FILES, published_tokenizer, saved_tokenizer
+from trainer.base.config.tokenizer_and_template import TOKENIZER_FILES, published_tokenizer, saved_tokenizer
 from trainer.base.system.checkpoint_folder import MODEL_FILE
 from trainer.base.system.files import parse_json_object
 from trainer.checkpoint import manifest

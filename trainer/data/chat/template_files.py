@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from trainer.base.config import ConfigError
-from trainer.base.config.model_source import TEMPLATE_FILES, template_file
+from trainer.base.config.recognition import pointer_problem, recognise
+from trainer.base.config.tokenizer_and_template import TEMPLATE_FILES, template_file
 from trainer.base.system.files import TooLarge, parse_json_object, read_json_object, read_limited
-from trainer.base.system.model_folder import folder_problem, pointer_problem
 from trainer.base.system.paths import unreadable
 from trainer.base.system.spelling import did_you_mean, similar_path
 from trainer.data.tokenizer.special_tokens import SPECIAL_LOOKING
@@ -57,7 +57,7 @@ def read_template(choice: str) -> tuple[str, dict[str, str] | None]:
         file = template_file(path) or path / "tokenizer_config.json"  # the message names the file without a template
         if not file.is_file():
             names = "neither chat_template.jinja nor tokenizer_config.json"
-            raise ConfigError(SETTING, f"{path} {folder_problem(path) or f'holds {names}'}")
+            raise ConfigError(SETTING, f"{path} {recognise(path, 'text').problem or f'holds {names}'}")
         path = file
     if not path.exists():
         names = f"expected one of {', '.join(BUILT_IN)}, or an existing file or folder"

@@ -4,7 +4,7 @@ import os
 from collections import Counter
 from dataclasses import dataclass
 
-from trainer.base.system.model_folder import is_lfs_pointer
+from trainer.base.config.recognition import is_lfs_pointer
 
 HEAD_BYTES = 512
 """Number of bytes from which a file is recognized."""

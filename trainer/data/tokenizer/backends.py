@@ -9,7 +9,7 @@ import numpy as np
 import sentencepiece
 
 from trainer.base.config import ConfigError, TokenizerConfig
-from trainer.base.system.model_folder import folder_problem, pointer_problem
+from trainer.base.config.recognition import pointer_problem, recognise
 from trainer.data.tokenizer import sentencepiece_json
 from trainer.data.tokenizer.added_tokens import WithAddedTokens
 from trainer.data.tokenizer.byte_pair import LONGEST_RUN, LONGEST_TEXT, PATTERNS, byte_pair_encoding, short_pieces
@@ -271,7 +271,7 @@ def load_tokenizer(config: TokenizerConfig) -> Tokenizer:
     file = path / "tokenizer.json" if path.is_dir() else path
     if problem := pointer_problem(file):
         raise ConfigError("tokenizer.path", problem)
-    if path.is_dir() and not file.exists() and (problem := folder_problem(path)):
+    if path.is_dir() and not file.exists() and (problem := recognise(path, "text").problem):
         raise ConfigError("tokenizer.path", f"{path} has no tokenizer.json, and {problem}")
     try:
         options = {"reuse_reserved_tokens": config.reuse_reserved_tokens, "pattern": config.pattern}

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from trainer.base.config import ConfigError
+from trainer.base.config.checkpoints import best_checkpoint
 from trainer.base.config.fields import settings
-from trainer.base.config.model_source import best_checkpoint
+from trainer.base.config.recognition import is_checkpoint
 from trainer.base.config.render import setting_texts
 from trainer.base.config.toml_text import toml_value
-from trainer.base.system.checkpoint_folder import LARGEST_CONFIG, is_checkpoint, parse_step, step_of
+from trainer.base.system.checkpoint_folder import LARGEST_CONFIG, parse_step, step_of
 from trainer.base.system.files import describe, file_error, folder_error, read_json_object, read_limited
 from trainer.base.system.paths import split_best
 from trainer.run.sinks.sink import METRICS_FILE

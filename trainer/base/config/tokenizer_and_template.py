@@ -1,4 +1,4 @@
-"""What a folder with a model provides: its checkpoint, its tokenizer as settings, its chat template."""
+"""The tokenizer and the chat template in a folder with a model: the tokenizer as settings of [tokenizer]."""
 
 import re
 from collections.abc import Mapping
@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from trainer.base.config.errors import ConfigError
-from trainer.base.system.checkpoint_folder import MODEL_FILE, STATE_FILE, is_checkpoint, latest_per_step, step_of
-from trainer.base.system.files import folder_error, read_json_object
-from trainer.base.system.model_folder import folder_problem
-from trainer.base.system.paths import split_best, unreadable
+from trainer.base.config.recognition import is_checkpoint
+from trainer.base.system.checkpoint_folder import MODEL_FILE
+from trainer.base.system.files import read_json_object
+from trainer.base.system.paths import unreadable
 
 TOKENIZER_FILES = {"tokenizer.json": "huggingface", "tokenizer.model": "sentencepiece", "tekken.json": "tekken"}
 """Tokenizer file of a folder in Hugging Face's format, in order of precedence -> [tokenizer] backend."""
@@ -18,63 +18,6 @@ _LINE_BYTES = 1024
 _BACKEND_OF_ENDING = {".json": "huggingface", ".tiktoken": "tiktoken", ".model": "sentencepiece"}
 TEMPLATE_FILES = ("chat_template.jinja", "tokenizer_config.json", "chat_template.json")
 """Files that may define a chat template, in order of precedence."""
-
-
-def list_checkpoints(folder: Path) -> list[Path]:
-    """Return one checkpoint per step, newest first. Raises ConfigError if the folder cannot be read. An unreadable
-    folder is not treated as empty, because it may contain checkpoints."""
-    try:
-        return latest_per_step(folder)
-    except OSError as error:
-        raise ConfigError("", f"{folder} cannot be read ({error.strerror})") from None
-
-
-def best_step(folder: Path) -> int:
-    """Return the step of the best checkpoint according to the newest checkpoint that can be read, or 0 if there is none."""
-    for path in list_checkpoints(folder):
-        try:
-            best = read_json_object(path / STATE_FILE)["best"]
-        except (OSError, ValueError, KeyError):
-            continue
-        return best[1] if isinstance(best, list) and len(best) > 1 and type(best[1]) is int else 0
-    return 0
-
-
-def best_checkpoint(folder: Path) -> Path:
-    """Return the best checkpoint. Raises ConfigError if the run has none."""
-    checkpoints = {step_of(path): path for path in list_checkpoints(folder)}
-    if not checkpoints:
-        raise ConfigError("", f"{folder} contains no checkpoint")
-    step = best_step(folder)
-    if not step:
-        message = "has no best checkpoint: the run had no [evaluation] keep_best_on, or no evaluation yet"
-        raise ConfigError("", f"{folder} {message}")
-    if step not in checkpoints:
-        raise ConfigError("", f"{folder}: the best checkpoint, step {step}, does not exist anymore")
-    return checkpoints[step]
-
-
-def resolve_checkpoint(folder: Path) -> Path:
-    """Return the newest checkpoint if `folder` is a run folder, its best one if the path ends in @best, otherwise `folder`.
-    Raises ConfigError if it is not a folder, or if the run has no best checkpoint."""
-    folder, is_best = split_best(folder)
-    if problem := folder_error(folder):
-        raise ConfigError("", f"{folder}: {problem}")
-    if is_best:
-        return best_checkpoint(folder / "checkpoints")
-    steps = list_checkpoints(folder / "checkpoints")
-    return steps[0] if steps else folder
-
-
-def is_model(folder: Path) -> bool:
-    """Return whether a folder is a checkpoint, or a model in Hugging Face's format, as far as its names show it."""
-    return is_checkpoint(folder) or (folder / "config.json").exists()
-
-
-def not_a_model(folder: Path) -> ConfigError:
-    """Return the error about a folder that contains no model."""
-    message = "contains neither manifest.json of a checkpoint nor config.json of a Hugging Face model"
-    return ConfigError("", f"{folder} {folder_problem(folder) or message}")
 
 
 def saved_tokenizer(checkpoint: Path, model: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,54 @@
+"""The checkpoints of a run: which there are, which is the best, and which one a path means."""
+
+from pathlib import Path
+
+from trainer.base.config.errors import ConfigError
+from trainer.base.system.checkpoint_folder import STATE_FILE, latest_per_step, step_of
+from trainer.base.system.files import folder_error, read_json_object
+from trainer.base.system.paths import split_best
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """Return one checkpoint per step, newest first. Raises ConfigError if the folder cannot be read. An unreadable
+    folder is not treated as empty, because it may contain checkpoints."""
+    try:
+        return latest_per_step(folder)
+    except OSError as error:
+        raise ConfigError("", f"{folder} cannot be read ({error.strerror})") from None
+
+
+def best_step(folder: Path) -> int:
+    """Return the step of the best checkpoint according to the newest checkpoint that can be read, or 0 if there is none."""
+    for path in list_checkpoints(folder):
+        try:
+            best = read_json_object(path / STATE_FILE)["best"]
+        except (OSError, ValueError, KeyError):
+            continue
+        return best[1] if isinstance(best, list) and len(best) > 1 and type(best[1]) is int else 0
+    return 0
+
+
+def best_checkpoint(folder: Path) -> Path:
+    """Return the best checkpoint. Raises ConfigError if the run has none."""
+    checkpoints = {step_of(path): path for path in list_checkpoints(folder)}
+    if not checkpoints:
+        raise ConfigError("", f"{folder} contains no checkpoint")
+    step = best_step(folder)
+    if not step:
+        message = "has no best checkpoint: the run had no [evaluation] keep_best_on, or no evaluation yet"
+        raise ConfigError("", f"{folder} {message}")
+    if step not in checkpoints:
+        raise ConfigError("", f"{folder}: the best checkpoint, step {step}, does not exist anymore")
+    return checkpoints[step]
+
+
+def resolve_checkpoint(folder: Path) -> Path:
+    """Return the newest checkpoint if `folder` is a run folder, its best one if the path ends in @best, otherwise `folder`.
+    Raises ConfigError if it is not a folder, or if the run has no best checkpoint."""
+    folder, is_best = split_best(folder)
+    if problem := folder_error(folder):
+        raise ConfigError("", f"{folder}: {problem}")
+    if is_best:
+        return best_checkpoint(folder / "checkpoints")
+    steps = list_checkpoints(folder / "checkpoints")
+    return steps[0] if steps else folder
