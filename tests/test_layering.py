@@ -22,12 +22,15 @@ LAYERS: tuple[set[str], ...] = (
     {"trainer.runtime", "trainer.data"},
     {"trainer.objective", "trainer.adapters"},
     {"trainer.optim", "trainer.parallel", "trainer.resilience", "trainer.checkpoint"},
-    {"trainer.run", "trainer.evaluate", "trainer.inference"},
+    {"trainer.evaluate", "trainer.inference"},
+    {"trainer.run"},
     {"trainer.engine"},
     {"trainer.trainer", "trainer.initial_model"},
+    {"trainer.preflight"},
     {"trainer.build"},
     {"trainer.tools.planner"},
-    {"trainer.tools.report", "trainer.tools.testing", "trainer.tools.trial"},
+    {"trainer.tools.report", "trainer.tools.testing"},
+    {"trainer.tools.trial"},
     {"trainer.tools.dry_run"},
     {"train", "trainer.launch", "scripts"},
 )
@@ -63,7 +66,8 @@ MAY_IMPORT_INSIDE = {
 }
 MAY_NAME_CUDA = {"trainer.runtime.device", "trainer.runtime.host_memory"}
 MAY_IMPORT_CONFIG = {"trainer.base.config", "trainer.run", "trainer.engine", "trainer.trainer", "trainer.initial_model"} | {
-    "trainer.build", "trainer.tools.dry_run", "trainer.tools.planner", "trainer.tools.testing", "train", "scripts",
+    "trainer.preflight", "trainer.build", "trainer.tools.dry_run", "trainer.tools.trial", "trainer.tools.planner",
+    "trainer.tools.testing", "train", "scripts",
 }  # fmt: skip
 
 EFFECT = re.compile(

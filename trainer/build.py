@@ -25,37 +25,27 @@ from trainer.checkpoint.best import BestTracker
 from trainer.checkpoint.formats.model_metadata import GENERATION_CONFIG
 from trainer.checkpoint.manager import CheckpointManager, saved_tensors
 from trainer.checkpoint.resume import ResumePoint
-from trainer.data.build import Datasets
 from trainer.data.sampling.loader import BatchPartition
 from trainer.engine import Engine, build_model_parts, build_objective
-from trainer.evaluate import Evaluator, build_eval_sets
-from trainer.inference.samples import SampleGenerator, encode_prompts, stop_tokens
+from trainer.evaluate import Evaluator
+from trainer.inference.samples import SampleGenerator, stop_tokens
 from trainer.initial_model import InitialModel
 from trainer.objective.objective import Objective
 from trainer.parallel.attention import CPU_BACKEND, GPU_BACKEND, kernel_name
 from trainer.parallel.mesh import Meshes
+from trainer.preflight import CheckedRun, check_run
 from trainer.resilience.early_stopping import EarlyStopping
 from trainer.resilience.guard import StepMonitor
 from trainer.resilience.straggler import StragglerDetector
 from trainer.resilience.watchdog import Watchdog
+from trainer.run import notes
 from trainer.run.metrics import Metrics
-from trainer.run.preflight import check_disk, check_memory
 from trainer.run.profiler import Profiler
-from trainer.run.resolve import ResolvedRun, require_profiled_step
-from trainer.run.run_folder import create_run_folder, log_data, log_summary, save_run_info, versions
+from trainer.run.resolve import ResolvedRun
+from trainer.run.run_folder import create_run_folder, save_run_info, versions
 from trainer.run.sinks import build_sinks
-from trainer.run.sinks.services import require_access
-from trainer.run.sinks.sink import LoggedRun, Sink
-from trainer.run.text_format import TextFormat, load_text_format, require_same_tokenizer
-from trainer.run.training_data import (
-    TrainingData,
-    epochs_of,
-    partition_of_batch,
-    prepare_and_open,
-    require_unchanged_mixture,
-    target_share,
-    with_steps,
-)
+from trainer.run.sinks.sink import LoggedRun
+from trainer.run.training_data import TrainingData, partition_of_batch, prepare_and_open
 from trainer.runtime import device as devices
 from trainer.runtime.distributed import run_on_rank_0
 from trainer.runtime.host_memory import keep_freed_memory
@@ -83,67 +73,39 @@ def build_trainer(
         ConfigError: The data, the model, the checkpoint or the run folder cannot be used, or z_loss is set too.
     """
     compatibility.check(config, {OWN_OBJECTIVE: Known(objective is not None)})
-    saved = None if point is None else point.state
     _prepare_run_folder(config, is_new=point is None)
-    deterministic = _set_up_process(config, device)
-
-    text = load_text_format(config, resolved)
-    prompts = encode_prompts(config.samples, config.data, text.tokenizer, text.is_chat, config.training.seq_len)
-    if point is not None:
-        require_same_tokenizer(point, config.tokenizer, text.tokenizer)
-
-    timeout = timedelta(seconds=config.distributed.timeout_s)
-    meshes = Meshes(resolved.dims, device, timeout, resolved.plan.has_experts, resolved.exchanges_matrices)
+    _set_up_process(config, device)
+    meshes = _build_meshes(config, resolved, device)
     backend = CPU_BACKEND if device.type == "cpu" else GPU_BACKEND
     model_parts = build_model_parts(config, resolved, meshes, backend)  # on the meta device: they take no memory yet
-    check_memory(config, resolved, model_parts.values(), device)
+    run = check_run(config, resolved, point, prepare_and_open, model_parts.values(), device)
 
-    weights = initial_model.open_weights(config, resolved, point)
-    datasets = prepare_and_open(config, text.tokenizer, saved)
-    epochs, config = config.training.epochs, with_steps(config, datasets, saved)
-    require_profiled_step(config.profiling, config.training.steps)
-    check_disk(config, resolved, 0 if saved is None else saved.step)
-    if saved is not None:
-        require_unchanged_mixture(config, datasets, saved)
-    eval_sets = build_eval_sets(datasets.evaluation, config.evaluation, text.tokenizer.text_bytes)
     partition = partition_of_batch(config.training, meshes.data["batch"])
-
-    evaluated = objective
-    if objective is None:
-        objective = build_objective(config, resolved, meshes)
-        evaluated = build_objective(config, resolved, meshes, evaluates=True)
-    engine = Engine(config, resolved, device, meshes, model_parts, objective)
-    start = initial_model.Start(config, resolved, point, weights)
-    data = initial_model.Data(datasets.training, eval_sets, partition)
-    initial = initial_model.load(start, text, engine, data)
-    datasets = replace(datasets, training=initial.training)
-
-    state = _first_state(resolved, text, datasets, initial)
-    checkpoints = _build_checkpoints(config, resolved, engine, datasets, initial)
+    trained = objective or build_objective(config, resolved, meshes)
+    evaluated = objective or build_objective(config, resolved, meshes, evaluates=True)
+    engine = Engine(run.config, resolved, device, meshes, model_parts, trained)
+    start = initial_model.Start(run.config, resolved, point, run.weights)
+    data = initial_model.Data(run.datasets.training, run.eval_sets, partition)
+    initial = initial_model.load(start, run.text, engine, data)
+    run = replace(run, datasets=replace(run.datasets, training=initial.training), eval_sets=initial.eval_sets)
+    state = _first_state(run, resolved, initial)
+    checkpoints = _build_checkpoints(run, resolved, engine, initial)
     if point is not None:
         checkpoints.restore(point, state)
-    _record_start(config, resolved, device, datasets, state, deterministic)
+    _record_start(run, resolved, device, state)
 
     stop = StopRequest(console.info)
     return Trainer(
-        config=config,
+        config=run.config,
         state=state,
         engine=engine,
-        data=TrainingData(config, datasets, partition, device),
-        samples=_build_samples(config, resolved, text, prompts, initial, partition, device),
-        evaluator=_build_evaluator(config, initial, partition, device, evaluated),
+        data=TrainingData(run.config, run.datasets, partition, device),
+        samples=_build_samples(run, resolved, initial, partition, device),
+        evaluator=_build_evaluator(run, partition, device, evaluated),
         checkpoints=checkpoints,
         early_stopping=EarlyStopping(config.evaluation, checkpoints.best.identity),
         monitor=StepMonitor(config.resilience, engine.optimizer.device),
-        metrics=Metrics(
-            config.metrics,
-            config.training,
-            resolved,
-            device,
-            engine.phases,
-            _build_sinks(config, epochs),
-            len(datasets.training),
-        ),
+        metrics=_build_metrics(run, resolved, engine, epochs=config.training.epochs),
         stragglers=_build_stragglers(config, resolved, model_parts.values(), device),
         profiler=Profiler(config.profiling, device, config.run.folder, state.step),
         watchdog=Watchdog(config.resilience.hang_timeout_s, stop),
@@ -152,8 +114,7 @@ def build_trainer(
 
 
 def _prepare_run_folder(config: Config, is_new: bool) -> None:
-    """Create the run folder, after a check that the services accept the run. Raises ConfigError, also if a run that is new would
-    begin in a folder with checkpoints."""
+    """Create the run folder. Raises ConfigError, also if a run that is new would begin in a folder with checkpoints."""
     folder = config.run.folder
     if line := provenance(config):
         console.info(line)
@@ -161,24 +122,27 @@ def _prepare_run_folder(config: Config, is_new: bool) -> None:
         raise ConfigError(
             "run.name", f"{folder} has checkpoints of an earlier run; resume_point returns the one to resume from"
         )
-    run_on_rank_0(lambda: require_access(config.metrics))
     create_run_folder(folder)
 
 
-def _set_up_process(config: Config, device: torch.device) -> bool:
-    """Set threads, allocator and random generators of this process. Return whether all operators are deterministic."""
+def _set_up_process(config: Config, device: torch.device) -> None:
+    """Set threads, allocator and random generators of this process."""
     devices.set_cpu_threads(config.training.cpu_threads)
     if device.type == "cpu":
         keep_freed_memory()
-    deterministic = devices.set_deterministic(config.run.deterministic, device)
+    devices.set_deterministic(config.run.deterministic, device)
     torch.manual_seed(config.run.seed + dist.get_rank())
-    return deterministic
 
 
-def _first_state(resolved: ResolvedRun, text: TextFormat, datasets: Datasets, initial: InitialModel) -> TrainState:
-    data = {"tokenizer": text.tokenizer.fingerprint, "data": datasets.name}
+def _build_meshes(config: Config, resolved: ResolvedRun, device: torch.device) -> Meshes:
+    timeout = timedelta(seconds=config.distributed.timeout_s)
+    return Meshes(resolved.dims, device, timeout, resolved.plan.has_experts, resolved.exchanges_matrices)
+
+
+def _first_state(run: CheckedRun, resolved: ResolvedRun, initial: InitialModel) -> TrainState:
+    data = {"tokenizer": run.text.tokenizer.fingerprint, "data": run.datasets.name}
     return TrainState(
-        mixture=[[phase.start, *phase.quotas] for phase in datasets.phases],
+        mixture=[[phase.start, *phase.quotas] for phase in run.datasets.phases],
         world_size=dist.get_world_size(),
         fingerprint=resolved.fingerprint | data | initial.hashes,
     )
@@ -205,9 +169,10 @@ def _build_stragglers(
 
 
 def _build_checkpoints(
-    config: Config, resolved: ResolvedRun, engine: Engine, datasets: Datasets, initial: InitialModel
+    run: CheckedRun, resolved: ResolvedRun, engine: Engine, initial: InitialModel
 ) -> CheckpointManager:
     """Start the writer of checkpoints, and build their manager."""
+    config = run.config
     files = {"config.toml": to_toml(config).encode(), **initial.files}
     tensors = saved_tensors(engine.tensors(), devices.rng_state(engine.device))
     writer = WRITERS[config.checkpoint.async_mode if config.checkpoint.enabled else "off"](engine.device, tensors)
@@ -217,7 +182,7 @@ def _build_checkpoints(
         engine.device,
         tensors=engine.tensors,
         after_load=partial(engine.optimizer.sync_master_weights, state_loaded=True),
-        best=BestTracker(config.evaluation, datasets.evaluation_names.get(config.evaluation.keep_best_on, "")),
+        best=BestTracker(config.evaluation, run.datasets.evaluation_names.get(config.evaluation.keep_best_on, "")),
         writer=writer,
         steps=config.training.steps,
         stored_names={
@@ -228,62 +193,51 @@ def _build_checkpoints(
     )
 
 
-def _record_start(
-    config: Config,
-    resolved: ResolvedRun,
-    device: torch.device,
-    datasets: Datasets,
-    state: TrainState,
-    deterministic: bool,
-) -> None:
-    """Write the configuration of a run that has steps left, and log what the run is."""
-    if state.step < config.training.steps:
-        save_run_info(config, resolved, device)
-    log_summary(config, resolved, device, deterministic, _attention_kernels(config, resolved, device))
-    epochs, _ = epochs_of(config, datasets, state)
-    share = run_on_rank_0(lambda: target_share(datasets.training))
-    log_data(config, resolved.grad_accum, datasets, epochs, share)
+def _record_start(run: CheckedRun, resolved: ResolvedRun, device: torch.device, state: TrainState) -> None:
+    """Write the configuration of a run that has steps left, and log what the run is and will do."""
+    if state.step >= run.config.training.steps:
+        return
+    save_run_info(run.config, resolved, device)
+    notes.log(notes.model_notes(run.config, resolved, device))
+    notes.log([notes.Note("attention", _attention_kernels(run.config, resolved, device))])
+    notes.log(notes.course_notes(run.config, resolved, state, run.datasets, run.eval_sets))
 
 
 def _build_samples(
-    config: Config,
-    resolved: ResolvedRun,
-    text: TextFormat,
-    prompts: list[list[int]],
-    initial: InitialModel,
-    partition: BatchPartition,
-    device: torch.device,
+    run: CheckedRun, resolved: ResolvedRun, initial: InitialModel, partition: BatchPartition, device: torch.device
 ) -> SampleGenerator:
-    """prompts: result of encode_prompts."""
     return SampleGenerator(
-        config=config.samples,
-        prompts=prompts,
-        is_chat=text.is_chat,
-        tokenizer=text.tokenizer,
-        stop=stop_tokens(text.tokenizer, json.loads(initial.files[GENERATION_CONFIG])),
+        config=run.config.samples,
+        prompts=run.prompts,
+        is_chat=run.text.is_chat,
+        tokenizer=run.text.tokenizer,
+        stop=stop_tokens(run.text.tokenizer, json.loads(initial.files[GENERATION_CONFIG])),
         vocab_size=resolved.sizes.vocab_size,
-        seq_len=config.training.seq_len,
+        seq_len=run.config.training.seq_len,
         partition=partition,
         device=device,
-        steps=config.training.steps,
+        steps=run.config.training.steps,
     )
 
 
 def _build_evaluator(
-    config: Config, initial: InitialModel, partition: BatchPartition, device: torch.device, objective: Objective
+    run: CheckedRun, partition: BatchPartition, device: torch.device, objective: Objective
 ) -> Evaluator:
     return Evaluator(
-        config=config.evaluation,
-        datasets=initial.eval_sets,
+        config=run.config.evaluation,
+        datasets=run.eval_sets,
         partition=partition,
-        num_microbatches=partition.num_microbatches(config.training.global_batch_size),
+        num_microbatches=partition.num_microbatches(run.config.training.global_batch_size),
         device=device,
-        steps=config.training.steps,
+        steps=run.config.training.steps,
         objective=objective,
     )
 
 
-def _build_sinks(config: Config, epochs: float | None) -> list[Sink]:
+def _build_metrics(run: CheckedRun, resolved: ResolvedRun, engine: Engine, epochs: float | None) -> Metrics:
     """epochs: of the settings, if they replace training.steps."""
-    run = LoggedRun(config.run.name, config.run.folder, config.training, config.metrics, epochs)
-    return build_sinks(config.metrics.sinks, run, is_writer=dist.get_rank() == 0)
+    config = run.config
+    logged = LoggedRun(config.run.name, config.run.folder, config.training, config.metrics, epochs)
+    sinks = build_sinks(config.metrics.sinks, logged, is_writer=dist.get_rank() == 0)
+    samples = len(run.datasets.training)
+    return Metrics(config.metrics, config.training, resolved, engine.device, engine.phases, sinks, samples)

@@ -13,25 +13,19 @@ from typing import Any, TextIO
 import torch
 import torch.distributed as dist
 
-from models.spec import meta_model
-from models.width import KINDS, width_kind
-from trainer.adapters.select import SCALE_SETTINGS, excessive_rank, expert_adapters, unaligned_rank
-from trainer.base.config import Config, ConfigError, TrainingConfig, errors_about
+from trainer.adapters.select import SCALE_SETTINGS
+from trainer.base.config import Config, ConfigError, errors_about
 from trainer.base.config.checkpoints import resolve_checkpoint
 from trainer.base.config.render import to_toml
 from trainer.base.system import console
 from trainer.base.system.checkpoint_folder import MODEL_FILE
 from trainer.base.system.environment import environment
 from trainer.base.system.files import atomic_write, existing_part, file_error, folder_error, lock_holder, try_lock
-from trainer.base.system.spelling import counted
-from trainer.base.system.units import GIB
 from trainer.checkpoint import resume
 from trainer.checkpoint.formats.export import export_run
 from trainer.checkpoint.formats.folders import window_and_generation
 from trainer.checkpoint.formats.model_metadata import CHAT_TEMPLATE, GENERATION_CONFIG, ModelMetadata
 from trainer.checkpoint.resume import ResumePoint
-from trainer.data.build import Datasets
-from trainer.parallel.parallelize import block_forms
 from trainer.run.resolve import ResolvedRun
 from trainer.run.text_format import TextFormat
 from trainer.runtime import device as devices
@@ -43,8 +37,6 @@ _LOCK = ".lock"
 _FOLDERS = ("checkpoints", "tb")
 _FILES = ("metrics.jsonl", "config.toml", "environment.json")
 _LOG = "log.txt"
-_MANY_EPOCHS = 10
-"""Number of epochs above which a run warns that it repeats its data."""
 
 
 def acquire_lock(folder: Path) -> TextIO | None:
@@ -256,151 +248,3 @@ def save_run_info(config: Config, resolved: ResolvedRun, device: torch.device) -
             atomic_write(folder / "environment.json", json.dumps(record, indent=1))
 
     run_on_rank_0(work)
-
-
-def log_summary(
-    config: Config, resolved: ResolvedRun, device: torch.device, deterministic: bool, attention: str
-) -> None:
-    """Log the model and the device of the run. attention: name of the attention kernel."""
-    dims, training = resolved.dims, config.training
-    trained = "all" if resolved.num_trained == resolved.num_parameters else f"{resolved.num_trained:,}"
-    console.info(
-        f"{config.run.name}: {resolved.model_name}, {resolved.num_parameters:,} parameters, {trained} trained, computing in "
-        f"{training.compute_dtype}{compiled_blocks(config, resolved)} on {dims.world_size} x {devices.name(device)} "
-        f"({dims}), {'bitwise deterministic' if deterministic else 'deterministic up to rounding'}, "
-        f"attention: {attention}"
-    )
-    if quantized := resolved.storage.quantized:
-        size = f"{resolved.base_bytes / GIB:.3g} GiB in all"
-        console.info(f"base model: {counted(len(quantized), 'weight')} in 4 bits ({config.lora.base_dtype}), {size}")
-    for line in optimizer_lines(config, resolved):
-        console.info(f"optimizer: {line}")
-    if resolved.float8.modules:
-        console.info(f"float8: {counted(len(resolved.float8.modules), 'linear module')}, {training.float8}")
-    if resolved.optimizer.fp32_moments:
-        console.warning(resolved.optimizer.fp32_moments)
-    for line in [*adapter_notes(config, resolved), *float8_notes(config, resolved, device)]:
-        console.warning(line)
-
-
-def optimizer_lines(config: Config, resolved: ResolvedRun) -> list[str]:
-    """Return lines about the parameter groups, the average of the weights and the transfer of the width."""
-    lines = [str(group) for group in resolved.optimizer.groups]
-    if config.optimizer.ema_decay is not None:
-        used = ", evaluated" * config.evaluation.averaged
-        lines.append(f"average of the weights, decay {config.optimizer.ema_decay:g}{used}")
-    if config.optimizer.base_width is not None:
-        lines.append(width_transfer(config, resolved))
-    return lines
-
-
-def width_transfer(config: Config, resolved: ResolvedRun) -> str:
-    """Return a line about the initial values, which follow the width of the model as the rates of the groups do."""
-    line = f"width: dim {resolved.sizes.dim}, rates tuned at {config.optimizer.base_width}"
-    if config.checkpoint.init_from:
-        excluded = "; those of init_exclude follow the width" if config.checkpoint.init_exclude else ""
-        return f"{line}; loaded weights keep their values{excluded}"
-    model = meta_model(resolved.spec.model, resolved.sizes)
-    factors: dict[float, list[str]] = {}
-    for name, _ in model.named_parameters():
-        factors.setdefault(resolved.optimizer.width_ratio ** KINDS[width_kind(model, name)], []).append(name)
-    changed = [f"{names[0]}{' ...' * (len(names) > 1)} x {f:g}" for f, names in factors.items() if f != 1]
-    return f"{line}; initial values: {', '.join([*changed, 'others x 1'])}"
-
-
-def compiled_blocks(config: Config, resolved: ResolvedRun) -> str:
-    """Return the part of a line that says which blocks are compiled, or "" if none should be."""
-    if not resolved.compiled:
-        return ""
-    blocks = dict(
-        meta_model(resolved.spec.model, resolved.sizes).get_submodule(resolved.plan.blocks_path).named_children()
-    )
-    forms = block_forms(
-        blocks, resolved.dims, resolved.plan, config.parallel, config.activation_checkpoint, resolved.compiled
-    )
-    whole = sum(form.is_one_graph for form in forms.values())
-    if whole == len(forms):
-        return ", compiled,"
-    compiled = sum(form.compiled for form in forms.values())
-    numbers = {
-        "compiled": whole,
-        "compiled except around experts": compiled - whole,
-        "uncompiled": len(forms) - compiled,
-    }
-    parts = [f"{counted(number, 'block')} {how}" for how, number in numbers.items() if number]
-    return f", {', '.join(parts)},"
-
-
-def adapter_notes(config: Config, resolved: ResolvedRun) -> list[str]:
-    """Return lines about adapters that do less, or more, than a user may expect."""
-    if config.lora.rank is None:
-        return []
-    trained, model = resolved.trained, meta_model(resolved.spec.model, resolved.sizes)
-    lines = (
-        excessive_rank(trained, config.lora.rank),
-        expert_adapters(trained, model, resolved.model_name),
-        unaligned_rank(trained, model, config.lora.rank, config.training.compute_dtype),
-    )
-    return list(filter(None, lines))
-
-
-def float8_notes(config: Config, resolved: ResolvedRun, device: torch.device) -> list[str]:
-    """Return lines about products that are not computed in float8, or slowly. device: of the run."""
-    if not resolved.float8.modules:
-        return []
-    notes = []
-    if resolved.plan.has_experts:
-        notes.append(
-            f"training.float8 = {config.training.float8}: products of experts stay in {config.training.compute_dtype}"
-        )
-    if not resolved.compiled and device.type != "cpu":
-        notes.append("training.float8: is slower than bf16 unless blocks are compiled; see [compile] enabled")
-    return notes
-
-
-def log_data(config: Config, grad_accum: int, data: Datasets, epochs: float, targets: float) -> None:
-    """Log the data of the run, and warn if the schedule does not fit into it.
-
-    Args:
-        grad_accum: Largest number of microbatches per step on each rank.
-        epochs: Number of epochs at the end of the run.
-        targets: Share of the tokens that are targets.
-    """
-    training = config.training
-    console.info(
-        f"data {data.name}: {counted(len(data.training), 'sample')} of {training.seq_len} tokens "
-        f"({100 * targets:.3g} % targets), "
-        f"{training.global_batch_size} per step{later_batch_sizes(training)}, in "
-        f"{'up to ' * bool(training.batch_schedule)}{counted(grad_accum, 'microbatch', plural='microbatches')} per rank; "
-        f"{counted(training.steps, 'step')} make{'s' * (training.steps == 1)} {counted(epochs, 'epoch', '.3g')}"
-    )
-    schedule, steps = config.lr_schedule, training.steps
-    if schedule.warmup_steps + schedule.decay_steps > steps:
-        console.warning(
-            f"warmup_steps {schedule.warmup_steps} + decay_steps {schedule.decay_steps} exceed the "
-            f"{counted(steps, 'step')} of this run: the schedule will not complete"
-        )
-    if line := many_epochs(config, len(data.training), epochs):
-        console.info(line)
-
-
-def later_batch_sizes(training: TrainingConfig) -> str:
-    """Return " (64 after step 1000, 128 after step 4000)", or "" if the batch size does not change."""
-    changes = ", ".join(f"{size} after step {steps}" for steps, size in training.batch_sizes[1:])
-    return f" ({changes})" if changes else ""
-
-
-def many_epochs(config: Config, num_samples: int, epochs: float) -> str:
-    """Return a line about a number of steps that repeats few samples many times, or "".
-
-    Args:
-        config: Settings of the run, whose epochs are steps.
-        num_samples: Number of training samples.
-        epochs: Number of epochs at the end of the run.
-    """
-    if epochs <= _MANY_EPOCHS or "training.epochs" in config.origins:  # a number of epochs is chosen on purpose
-        return ""
-    return (
-        f"training.steps = {config.training.steps}: passes over the {counted(num_samples, 'sample')} of the data "
-        f"{epochs:.3g} times, so the model may memorize them; training.epochs chooses the number of passes"
-    )

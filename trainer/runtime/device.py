@@ -151,16 +151,20 @@ def set_cpu_threads(threads: int) -> None:
         )
 
 
-def set_deterministic(choice: Literal["auto", "on", "off"], device: torch.device) -> bool:
-    """Enable or disable deterministic algorithms, and return whether they are enabled. "auto" enables them only on a CPU."""
-    on = choice == "on" or (choice == "auto" and device.type == "cpu")
+def is_deterministic(choice: Literal["auto", "on", "off"], device: torch.device) -> bool:
+    """Return whether all algorithms are deterministic. "auto": only on a CPU."""
+    return choice == "on" or (choice == "auto" and device.type == "cpu")
+
+
+def set_deterministic(choice: Literal["auto", "on", "off"], device: torch.device) -> None:
+    """Enable or disable deterministic algorithms."""
+    on = is_deterministic(choice, device)
     if on and device.type == "cuda":
         # cuBLAS reads this variable when it creates its first handle, which is later.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(on)
     # Filling every new tensor with NaN would cost time in each step and does not make runs more deterministic.
     torch.utils.deterministic.fill_uninitialized_memory = False
-    return on
 
 
 def synchronize(device: torch.device) -> None:

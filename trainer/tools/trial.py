@@ -6,34 +6,63 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from multiprocessing.util import Finalize
 from pathlib import Path
 
-from trainer.base.config import ConfigError, DataConfig
+from trainer.base.config import Config, ConfigError, DataConfig
 from trainer.base.system.paths import unreadable
 from trainer.base.system.spelling import counted
+from trainer.data.build import Datasets
 from trainer.data.datasets import SINGLE, all_dataset_configs, blame_setting
 from trainer.data.prepare.encode import Encoded, encoder
-from trainer.data.prepare.prepare import locate, store_folder
+from trainer.data.prepare.prepare import locate, prepare, store_folder
 from trainer.data.sources import BadDocument, Source, open_source
 from trainer.data.sources.source import Span
 from trainer.data.tokenizer.protocol import Tokenizer
+from trainer.run.training_data import prepare_and_open
+from trainer.state import TrainState
+from trainer.tools.report.view.figures import as_table, refusals, split_figures
+from trainer.tools.report.view.text import table_lines
 
 PREPARED_BYTES = 64 * 2**20
 """Size of the files of a dataset up to which it is prepared. It takes a minute or less."""
 _FIRST_DOCUMENTS = 100
 
 
+@dataclass
+class TrialStores:
+    """The stores of a dry run."""
+
+    folder: Path
+    """The temporary folder."""
+    lines: list[str] = field(default_factory=list)
+    """What `open` has found: the table of the datasets, or a line for each dataset that is too large."""
+
+    def open(self, config: Config, tokenizer: Tokenizer, saved: TrainState | None) -> Datasets | None:
+        """Like `prepare_and_open`, but return None if a dataset is too large to be prepared here."""
+        config = replace(config, data=replace(config.data, store_folder=str(self.folder)))
+        data, sets = config.data, config.evaluation.datasets
+        if large := large_datasets(data, sets, tokenizer):
+            self.lines = [f"{'data':<14}{dataset.check_first_documents(tokenizer)}" for dataset in large]
+            return None
+        datasets = prepare_and_open(config, tokenizer, saved)
+        configs = all_dataset_configs(data, sets)
+        stores = {name: prepare(dataset, config.tokenizer, tokenizer) for name, _, dataset in configs}
+        evaluates = config.evaluation.interval_steps > 0
+        figures = split_figures(data, sets, stores, config.training, datasets.phases, evaluates)
+        self.lines = [*table_lines(as_table(figures, data)), *refusals(data, sets, stores), ""]
+        return datasets
+
+
 @contextmanager
-def trial_stores(stores: Path) -> Iterator[Path]:
+def trial_stores(stores: Path) -> Iterator[TrialStores]:
     """Context manager of a temporary folder that has links to the complete stores and packings of a folder of stores. What is
     prepared in it is deleted when the block ends."""
     trial = Path(tempfile.mkdtemp(prefix="meshwright-dry-run-"))
-    delete = Finalize(
-        None, shutil.rmtree, (trial, True), exitpriority=0
-    )  # children.end_children calls it after a signal
+    # children.end_children calls it after a signal
+    delete = Finalize(None, shutil.rmtree, (trial, True), exitpriority=0)
     try:
         (trial / "packings").mkdir()
         for folder in (stores, stores / "packings"):
@@ -42,7 +71,7 @@ def trial_stores(stores: Path) -> Iterator[Path]:
                 is_complete = path.name != "packings" and not path.name.startswith("prepared-")
                 if is_complete and path.suffix != ".lock" and ".tmp-" not in path.name:
                     (trial / path.relative_to(stores)).symlink_to(path.absolute())
-        yield trial
+        yield TrialStores(trial)
     finally:
         delete()
 

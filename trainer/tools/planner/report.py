@@ -11,7 +11,7 @@ from typing import Any
 from trainer.base.config import ConfigError
 from trainer.base.config.packages import require_package
 from trainer.base.system.spelling import counted
-from trainer.base.system.units import GIB
+from trainer.base.system.units import GIB, format_bytes
 from trainer.tools.planner.estimate import FRAGMENTATION, Hardware, RunEstimate
 from trainer.tools.planner.peak import explain, place, remedies
 from trainer.tools.planner.recorder import MEMORY_CATEGORIES
@@ -26,10 +26,6 @@ _BROKEN_AXIS = 3
 """Ratio of the device memory to the peak from which the vertical axis of a plot is broken."""
 _DAY_S = 86400
 _TIME_UNITS = (("days", _DAY_S), ("hours", 3600), ("minutes", 60), ("seconds", 1))
-
-
-def format_bytes(num_bytes: float) -> str:
-    return f"{num_bytes / 2**20:,.2f} MiB" if 0 < num_bytes < GIB / 10 else f"{num_bytes / GIB:,.2f} GiB"
 
 
 def headline(estimate: RunEstimate, device: str) -> str:

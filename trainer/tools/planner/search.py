@@ -17,8 +17,8 @@ from trainer.base.system.process import cores
 from trainer.base.system.spelling import counted
 from trainer.parallel.mesh import ParallelDims
 from trainer.parallel.pipeline import stages_per_rank
-from trainer.run.preflight import minimum_memory
 from trainer.run.resolve import ResolvedRun, resolve, resolve_model
+from trainer.run.resources import minimum_memory
 from trainer.runtime.device import DTYPES
 from trainer.tools.planner.estimate import Hardware, RunEstimate, check_imbalance, margin_bytes, representative_ranks
 from trainer.tools.planner.roofline import OVERLAPPED_AXES, collective_s, pipeline_bubble, step_time

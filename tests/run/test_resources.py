@@ -9,8 +9,8 @@ from tests.optim.test_offload import IN_BACKWARD
 from tests.training_runs import Result, train
 from trainer.base.config import ConfigError
 from trainer.base.config.load import load_config
-from trainer.run.preflight import check_memory, checkpoint_bytes, minimum_memory, remaining_checkpoints
 from trainer.run.resolve import resolve
+from trainer.run.resources import check_memory, checkpoint_bytes, minimum_memory, remaining_checkpoints
 from trainer.runtime.accelerators import ACCELERATORS, SHORT_NAMES
 from trainer.tools.planner.estimate import Hardware, estimate
 
@@ -83,7 +83,7 @@ ADVICE = "scripts/plan.py estimates the memory of a run, and docs/memory.md desc
 def test_too_little_host_memory_is_an_error(ranks, tiny, tmp_path):
     """20 bytes per parameter on two ranks of one node, which accumulate gradients that are not sharded."""
     need = size_of(tiny) * 20 / 12
-    returns = {"trainer.run.preflight.node_id": "node7", "trainer.run.preflight.memory_available": int(0.9 * need)}
+    returns = {"trainer.run.resources.node_id": "node7", "trainer.run.resources.memory_available": int(0.9 * need)}
     line = line_of(ranks, [*tiny, "--run.output_folder", str(tmp_path)], returns)
     assert line == (
         f"parameters, gradients and optimizer state alone need {need / 2**30:.3g} GiB of host memory on node7, but "

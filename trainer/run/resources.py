@@ -1,4 +1,4 @@
-"""Preflight checks for sufficient memory and disk space."""
+"""What a run needs of memory and disk, and whether it is there."""
 
 import math
 import shutil

@@ -1,0 +1,84 @@
+"""Everything that is checked before the first step of a run, in one order. A run and its dry run differ only in their data."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from trainer.base.config import Config
+from trainer.checkpoint.formats.weights import Weights
+from trainer.checkpoint.resume import ResumePoint, require_compatible
+from trainer.data.build import Datasets
+from trainer.data.tokenizer.protocol import Tokenizer
+from trainer.evaluate import EvalSet, build_eval_sets
+from trainer.inference.samples import encode_prompts
+from trainer.initial_model import open_weights
+from trainer.run.resolve import ResolvedRun, require_profiled_step
+from trainer.run.resources import check_disk, check_memory
+from trainer.run.sinks.services import require_access
+from trainer.run.text_format import TextFormat, load_text_format, require_same_tokenizer
+from trainer.run.training_data import require_unchanged_mixture, with_steps
+from trainer.runtime.distributed import run_on_rank_0
+from trainer.state import TrainState
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckedRun:
+    """What the checks have opened."""
+
+    config: Config
+    """The settings, with training.steps instead of training.epochs if there are datasets."""
+    text: TextFormat
+    prompts: list[list[int]]
+    """Tokens of each prompt of [samples]."""
+    weights: Weights | None
+    """See open_weights."""
+    datasets: Datasets | None
+    """None only in a dry run, if a dataset is too large to be prepared in it."""
+    eval_sets: list[EvalSet]
+
+
+def check_run(
+    config: Config,
+    resolved: ResolvedRun,
+    point: ResumePoint | None,
+    open_data: Callable[[Config, Tokenizer, TrainState | None], Datasets | None],
+    model_parts: Iterable[nn.Module],
+    device: torch.device,
+) -> CheckedRun:
+    """Check, collectively, what `resolve` could not: services, texts, memory, weights, data, disk. What is quick to check, or
+    needs no data, comes first, because the preparation of data may take hours.
+
+    Args:
+        config: Settings of the run.
+        resolved: Result of `resolve` for these settings.
+        point: Checkpoint to resume from.
+        open_data: Prepares and opens the datasets: `prepare_and_open`, or the trial stores of a dry run.
+        model_parts: This rank's stages on the meta device, whose memory is compared with that of the device. Empty in a dry run,
+            which plans the memory.
+        device: Device of this rank.
+
+    Raises:
+        ConfigError: The run would fail.
+    """
+    run_on_rank_0(lambda: require_access(config.metrics))
+    text = load_text_format(config, resolved)
+    prompts = encode_prompts(config.samples, config.data, text.tokenizer, text.is_chat, config.training.seq_len)
+    if point is not None:
+        require_same_tokenizer(point, config.tokenizer, text.tokenizer)
+    check_memory(config, resolved, model_parts, device)
+    weights = open_weights(config, resolved, point)
+    saved = None if point is None else point.state
+    datasets, state = open_data(config, text.tokenizer, saved), saved or TrainState()
+    known = config if datasets is None else with_steps(config, datasets, state)
+    if known.training.epochs is None:
+        require_profiled_step(known.profiling, known.training.steps)
+        check_disk(known, resolved, state.step)
+    eval_sets: list[EvalSet] = []
+    if datasets is not None:
+        if point is not None:
+            require_unchanged_mixture(known, datasets, state)
+            require_compatible(point, {"data": datasets.name})
+        eval_sets = build_eval_sets(datasets.evaluation, known.evaluation, text.tokenizer.text_bytes)
+    return CheckedRun(config=known, text=text, prompts=prompts, weights=weights, datasets=datasets, eval_sets=eval_sets)
