@@ -26,7 +26,6 @@ LAYERS: tuple[set[str], ...] = (
     {"trainer.run"},
     {"trainer.engine"},
     {"trainer.trainer", "trainer.initial_model"},
-    {"trainer.preflight"},
     {"trainer.build"},
     {"trainer.tools.planner"},
     {"trainer.tools.report", "trainer.tools.testing"},
@@ -66,8 +65,8 @@ MAY_IMPORT_INSIDE = {
 }
 MAY_NAME_CUDA = {"trainer.runtime.device", "trainer.runtime.host_memory"}
 MAY_IMPORT_CONFIG = {"trainer.base.config", "trainer.run", "trainer.engine", "trainer.trainer", "trainer.initial_model"} | {
-    "trainer.preflight", "trainer.build", "trainer.tools.dry_run", "trainer.tools.trial", "trainer.tools.planner",
-    "trainer.tools.testing", "train", "scripts",
+    "trainer.build", "trainer.tools.dry_run", "trainer.tools.trial", "trainer.tools.planner", "trainer.tools.testing",
+    "train", "scripts",
 }  # fmt: skip
 
 EFFECT = re.compile(

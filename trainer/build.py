@@ -31,15 +31,15 @@ from trainer.evaluate import Evaluator
 from trainer.inference.samples import SampleGenerator, stop_tokens
 from trainer.initial_model import InitialModel
 from trainer.objective.objective import Objective
-from trainer.parallel.attention import CPU_BACKEND, GPU_BACKEND, kernel_name
+from trainer.parallel.attention import CPU_BACKEND, GPU_BACKEND
 from trainer.parallel.mesh import Meshes
-from trainer.preflight import CheckedRun, check_run
 from trainer.resilience.early_stopping import EarlyStopping
 from trainer.resilience.guard import StepMonitor
 from trainer.resilience.straggler import StragglerDetector
 from trainer.resilience.watchdog import Watchdog
 from trainer.run import notes
 from trainer.run.metrics import Metrics
+from trainer.run.preflight import CheckedRun, check_run
 from trainer.run.profiler import Profiler
 from trainer.run.resolve import ResolvedRun
 from trainer.run.run_folder import create_run_folder, save_run_info, versions
@@ -76,10 +76,9 @@ def build_trainer(
     _prepare_run_folder(config, is_new=point is None)
     _set_up_process(config, device)
     meshes = _build_meshes(config, resolved, device)
-    backend = CPU_BACKEND if device.type == "cpu" else GPU_BACKEND
-    model_parts = build_model_parts(config, resolved, meshes, backend)  # on the meta device: they take no memory yet
+    # On the meta device: until the checks have passed, they take no memory.
+    model_parts = build_model_parts(config, resolved, meshes, CPU_BACKEND if device.type == "cpu" else GPU_BACKEND)
     run = check_run(config, resolved, point, prepare_and_open, model_parts.values(), device)
-
     partition = partition_of_batch(config.training, meshes.data["batch"])
     trained = objective or build_objective(config, resolved, meshes)
     evaluated = objective or build_objective(config, resolved, meshes, evaluates=True)
@@ -87,21 +86,19 @@ def build_trainer(
     start = initial_model.Start(run.config, resolved, point, run.weights)
     data = initial_model.Data(run.datasets.training, run.eval_sets, partition)
     initial = initial_model.load(start, run.text, engine, data)
-    run = replace(run, datasets=replace(run.datasets, training=initial.training), eval_sets=initial.eval_sets)
     state = _first_state(run, resolved, initial)
     checkpoints = _build_checkpoints(run, resolved, engine, initial)
     if point is not None:
         checkpoints.restore(point, state)
-    _record_start(run, resolved, device, state)
-
+    _record_start(run, resolved, device, point, state)
     stop = StopRequest(console.info)
     return Trainer(
         config=run.config,
         state=state,
         engine=engine,
-        data=TrainingData(run.config, run.datasets, partition, device),
+        data=TrainingData(run.config, replace(run.datasets, training=initial.training), partition, device),
         samples=_build_samples(run, resolved, initial, partition, device),
-        evaluator=_build_evaluator(run, partition, device, evaluated),
+        evaluator=_build_evaluator(run, initial, partition, device, evaluated),
         checkpoints=checkpoints,
         early_stopping=EarlyStopping(config.evaluation, checkpoints.best.identity),
         monitor=StepMonitor(config.resilience, engine.optimizer.device),
@@ -148,17 +145,6 @@ def _first_state(run: CheckedRun, resolved: ResolvedRun, initial: InitialModel) 
     )
 
 
-def _attention_kernels(config: Config, resolved: ResolvedRun, device: torch.device) -> str:
-    """Return the names of the attention kernels, separated by commas."""
-    sizes, dims, seq_len = resolved.sizes, resolved.dims, config.training.seq_len
-    width, v_width = sizes.head_widths
-    q = 1, sizes.n_heads // dims.tp, seq_len // dims.cp, width
-    k, v = ((1, sizes.n_kv_heads // dims.tp, seq_len, w) for w in (width, v_width))
-    dtype, by_document = devices.DTYPES[config.training.compute_dtype], config.data.document_mask
-    kinds = resolved.plan.kinds.values()
-    return ", ".join(dict.fromkeys(kernel_name(kind, (q, k, v), dims.cp, by_document, dtype, device) for kind in kinds))
-
-
 def _build_stragglers(
     config: Config, resolved: ResolvedRun, model_parts: Iterable[nn.Module], device: torch.device
 ) -> StragglerDetector:
@@ -193,14 +179,22 @@ def _build_checkpoints(
     )
 
 
-def _record_start(run: CheckedRun, resolved: ResolvedRun, device: torch.device, state: TrainState) -> None:
+def _record_start(
+    run: CheckedRun, resolved: ResolvedRun, device: torch.device, point: ResumePoint | None, state: TrainState
+) -> None:
     """Write the configuration of a run that has steps left, and log what the run is and will do."""
-    if state.step >= run.config.training.steps:
+    config = run.config
+    if state.step >= config.training.steps:
         return
-    save_run_info(run.config, resolved, device)
-    notes.log(notes.model_notes(run.config, resolved, device))
-    notes.log([notes.Note("attention", _attention_kernels(run.config, resolved, device))])
-    notes.log(notes.course_notes(run.config, resolved, state, run.datasets, run.eval_sets))
+    save_run_info(config, resolved, device)
+    notes.log(
+        [
+            *notes.model_notes(config, resolved, device),
+            notes.attention_note(config, resolved, device),
+            notes.start_note(config, point),
+            *notes.course_notes(config, resolved, state, run.datasets, run.eval_sets),
+        ]
+    )
 
 
 def _build_samples(
@@ -221,11 +215,11 @@ def _build_samples(
 
 
 def _build_evaluator(
-    run: CheckedRun, partition: BatchPartition, device: torch.device, objective: Objective
+    run: CheckedRun, initial: InitialModel, partition: BatchPartition, device: torch.device, objective: Objective
 ) -> Evaluator:
     return Evaluator(
         config=run.config.evaluation,
-        datasets=run.eval_sets,
+        datasets=initial.eval_sets,
         partition=partition,
         num_microbatches=partition.num_microbatches(run.config.training.global_batch_size),
         device=device,

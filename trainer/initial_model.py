@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from models.spec import meta_model, saved_weights
+from models.spec import meta_model
 from trainer.base.config import Config
 from trainer.base.config.checkpoints import resolve_checkpoint
 from trainer.base.config.pretrained import is_from_pretrained
@@ -45,7 +45,7 @@ class Start:
     point: ResumePoint | None
     """Checkpoint to resume from."""
     weights: Weights | None
-    """Result of `open_weights`."""
+    """Those of checkpoint.init_from, which `check_run` has opened."""
 
     @property
     def has_adapters(self) -> bool:
@@ -73,18 +73,6 @@ class InitialModel:
     """The training data, with the reference's log-probabilities if the loss has a reference."""
     eval_sets: list[EvalSet]
     """The evaluation data, likewise."""
-
-
-def open_weights(config: Config, resolved: ResolvedRun, point: ResumePoint | None) -> Weights | None:
-    """Open the weights of checkpoint.init_from, collectively, and check that they are those of the model, before the data are
-    prepared. None: the run starts from random weights, or its checkpoint replaces them. Raises ConfigError."""
-    is_replaced = point is not None and config.lora.rank is None
-    return None if is_replaced or not config.checkpoint.init_from else _open(config, resolved)
-
-
-def _open(config: Config, resolved: ResolvedRun) -> Weights:
-    parameters = saved_weights(meta_model(resolved.spec.model, resolved.sizes))
-    return open_initial_weights(config.checkpoint, resolved.spec, resolved.sizes, parameters)
 
 
 def load(start: Start, text: TextFormat, engine: Engine, data: Data) -> InitialModel:
@@ -130,13 +118,14 @@ def _load_new(start: Start, engine: Engine, data: Data) -> tuple[_Loaded, list[R
 def _load_resumed(start: Start, engine: Engine, data: Data) -> tuple[_Loaded, list[ReferenceStore]]:
     """Likewise, for a run that resumes. It needs only the frozen base model of its adapters, and the other initial weights only
     while log-probabilities are missing; its checkpoint replaces them afterwards. The hashes are those of the checkpoint."""
-    saved = start.point.state.fingerprint
+    config, resolved, saved = start.config, start.resolved, start.point.state.fingerprint
     hashes = {name: saved[name] for name in (_BASE, _REFERENCE, _INITIAL) if name in saved}
-    stores = _open_references(start.config, data, hashes)
+    stores = _open_references(config, data, hashes)
     if all(store.is_complete for store in stores):
         loaded = _load_base(start, engine)
     else:
-        loaded = _load_weights(start, start.weights or _open(start.config, start.resolved), engine)
+        weights = start.weights or open_initial_weights(config.checkpoint, resolved.spec, resolved.sizes)
+        loaded = _load_weights(start, weights, engine)
     _require_same_weights(start, loaded)
     console.info(_resumed_line(start.point, loaded))
     return replace(loaded, hashes=hashes), stores

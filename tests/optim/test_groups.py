@@ -7,8 +7,8 @@ from trainer.base.config import ConfigError, OptimizerConfig
 from trainer.base.config.load import load_config
 from trainer.optim.groups import resolve_groups
 from trainer.optim.optimizer import optimizer_class
+from trainer.run.notes import width_transfer
 from trainer.run.resolve import resolve
-from trainer.run.run_folder import width_transfer
 
 DEBUG = ["--data.dataset", "python_stdlib"]
 

@@ -16,7 +16,7 @@ from trainer.base.config.render import to_toml
 from trainer.base.config.toml_text import toml_value
 from trainer.checkpoint.resume import ResumePoint, changed_settings, require_compatible
 from trainer.run.resolve import resolve
-from trainer.run.run_folder import acquire_lock, adapter_notes, compiled_blocks, many_epochs
+from trainer.run.run_folder import acquire_lock
 from trainer.state import TrainState
 
 SETTINGS = settings()
@@ -126,9 +126,6 @@ def test_an_error_about_dimensions_names_another_family():
     require_compatible(saved, resolve(saved_by, 1).fingerprint)
 
 
-# ------------------------------------------------------------ lines about settings
-
-
 def test_a_run_whose_experts_have_no_adapters_is_not_resumed_with_them(tmp_path):
     argv = ["--model.name", "mixtral", "--lora.rank", "8", "--checkpoint.init_from", str(tmp_path)]
     now = resolve(load_config(argv), 1).fingerprint
@@ -136,81 +133,6 @@ def test_a_run_whose_experts_have_no_adapters_is_not_resumed_with_them(tmp_path)
     point = ResumePoint(tmp_path, TrainState(fingerprint=older))
     with pytest.raises(ConfigError, match="number of adapters of experts was null, is 12"):
         require_compatible(point, now)
-
-
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        ([], []),
-        (["--lora.rank", "8"], []),
-        (
-            ["--lora.rank", "200"],
-            [
-                "lora.rank = 200: exceeds the smaller side of 56 of 56 matrices, such as layers.0.attention.wq (128 x 128), of "
-                "which rank 128 can represent every change"
-            ],
-        ),
-        (
-            ["--lora.rank", "8", "--model.name", "mixtral"],
-            [
-                "lora: each expert of mixtral/debug has adapters of its own, 172,032 of 206,848 values; [lora] targets can leave "
-                "experts out"
-            ],
-        ),
-        (["--lora.rank", "12", "--model.name", "olmoe", "--lora.targets", "*.attention.*"], []),
-        (
-            ["--lora.rank", "12", "--model.name", "mixtral", "--training.compute_dtype", "bf16"],
-            [
-                "lora: each expert of mixtral/debug has adapters of its own, 258,048 of 310,272 values; [lora] targets can leave "
-                "experts out",
-                "lora.rank = 12: is no multiple of 8, which the grouped kernel needs with [training] compute_dtype = bf16, so "
-                "the adapters of each expert are multiplied one by one",
-            ],
-        ),
-        (
-            ["--lora.rank", "12", "--model.name", "mixtral", "--training.compute_dtype", "fp32"],
-            [
-                "lora: each expert of mixtral/debug has adapters of its own, 258,048 of 310,272 values; [lora] targets can leave "
-                "experts out",
-            ],
-        ),
-    ],
-)
-def test_adapters_that_do_less_than_expected_are_named(tmp_path, words, expected):
-    base = ["--checkpoint.init_from", str(tmp_path)] * ("--lora.rank" in words)
-    config = load_config([*words, *base])
-    assert adapter_notes(config, resolve(config, 1)) == expected
-
-
-EP = ["--model.name", "deepseek-v3", "--parallel.dp_shard", "2", "--parallel.ep", "2", "--compile.enabled", "true"]
-
-
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (["--compile.enabled", "false"], ""),
-        (["--compile.enabled", "true"], ", compiled,"),
-        (EP, ", 1 block compiled, 3 blocks compiled except around experts,"),
-        ([*EP, "--activation_checkpoint.mode", "selective"], ", 1 block compiled, 3 blocks uncompiled,"),
-        (
-            [*EP, "--activation_checkpoint.mode", "selective", "--activation_checkpoint.every_n_blocks", "2"],
-            ", 1 block compiled, 2 blocks compiled except around experts, 1 block uncompiled,",
-        ),
-    ],
-)
-def test_the_summary_counts_the_compiled_blocks(words, expected):
-    config = load_config(words)
-    assert compiled_blocks(config, resolve(config, 2 if "--parallel.ep" in words else 1)) == expected
-
-
-def test_steps_that_repeat_few_samples_many_times_are_named(tmp_path):
-    config = load_config(["--training.steps", "1000"])
-    assert many_epochs(config, 40, 200.4) == (
-        "training.steps = 1000: passes over the 40 samples of the data 200 times, so the model may memorize them; "
-        "training.epochs chooses the number of passes"
-    )
-    assert many_epochs(config, 40, 10.0) == ""
-    assert many_epochs(load_config(["--training.epochs", "50"]), 40, 50.0) == ""
 
 
 # ------------------------------------------------------------ named pipes and folders with a file's name

@@ -19,14 +19,16 @@ import train as train_py
 from tests.conftest import ROOT
 from tests.end_to_end.test_commands import SCRIPT, call
 from tests.training_runs import combine, error_line, in_folder, train
-from trainer.base.config import Config, ConfigError, ModelConfig, SamplesConfig, TrainingConfig
+from trainer.base.config import Config, ConfigError, ModelConfig, TrainingConfig
 from trainer.base.config.load import load_config
 from trainer.base.system.files import try_lock
+from trainer.base.system.units import format_bytes
+from trainer.run import notes
 from trainer.run.resolve import resolve
 from trainer.run.run_folder import resume_point
 from trainer.tools import dry_run, trial
 from trainer.tools.planner.estimate import Hardware, estimate, this_machine
-from trainer.tools.planner.report import format_bytes, margin_text
+from trainer.tools.planner.report import margin_text
 
 
 def content(folder: Path) -> dict[str, tuple[int, int]]:
@@ -99,6 +101,26 @@ def test_a_dry_run_says_where_a_run_would_start(ranks, tiny, tmp_path):
     reason = "already stopped early at step 4: the loss on held_out has not fallen below 1.5000 in 2 evaluations; "
     assert reason in stopped and "resumes" not in stopped and stopped.endswith("nothing was written\n")
     assert other.startswith(f"cannot resume from {tmp_path}/run/checkpoints/step-00000004: run.seed was 0, is 5;")
+
+
+def notes_of_both(tiny, folder):
+    """The lines of a dry run, and the notes that the run logs."""
+    argv = [*tiny, *in_folder(folder), "--evaluation.interval_steps", "2", "--training.steps", "2"]
+    printed, logged = dry(argv).splitlines(), []
+    with mock.patch.object(notes, "log", logged.extend):
+        train(combine(argv))
+    return printed, [note for note in logged if note.name != "attention"]  # a dry run allocates nothing on the device
+
+
+def test_a_run_logs_the_notes_that_its_dry_run_prints(ranks, tiny, tmp_path):
+    ((printed, logged),) = ranks(1).run(notes_of_both, tiny, tmp_path / "run")
+    names = {"model", "ranks", "computation", "optimizer", "run folder", "data", "steps", "epochs", "checkpoints"}
+    assert {note.name for note in logged} >= names
+    for note in logged:
+        free = (
+            note.text.rpartition("; ")[0] if note.name == "checkpoints" else note.text
+        )  # others write to the disk too
+        assert any(line.startswith(f"{note.name:<14}{free}") for line in printed), note
 
 
 def both(cases):
@@ -218,13 +240,6 @@ def test_the_planned_memory_of_all_ranks_of_a_node_must_be_free(monkeypatch, cap
     )
 
 
-def test_the_steps_of_a_batch_schedule_are_listed():
-    config = load_config(["--training.batch_schedule.100", "64", "--training.batch_schedule.200", "16"])
-    assert dry_run._steps(config, resolve(config, 2), 50, 300) == (
-        "51 to 300, each of 32 samples (64 after step 100, 16 after step 200) of 128 tokens, in up to 8 microbatches on each rank"
-    )
-
-
 @pytest.mark.parametrize(("times_peak", "is_tight"), [(2.0, False), (1.05, True)])
 def test_a_run_that_leaves_little_memory_free_is_tight(tiny, monkeypatch, capsys, times_peak, is_tight):
     config = load_config([*tiny, "--training.steps", "2"])
@@ -236,7 +251,8 @@ def test_a_run_that_leaves_little_memory_free_is_tight(tiny, monkeypatch, capsys
     memory, _ = capsys.readouterr().out.splitlines()
     margin = f"; tight: {margin_text(plan)} should stay free"
     assert (
-        memory == f"memory        {format_bytes(plan.largest.peak)} at the peak of a rank (planned){margin * is_tight}"
+        memory
+        == f"memory        {format_bytes(plan.largest.peak)} at the peak of a rank (planned){margin if is_tight else ''}"
     )
 
 
@@ -266,8 +282,3 @@ def test_a_rank_of_torchrun_refuses_a_dry_run(monkeypatch, capsys):
 def test_the_last_line_names_a_download(capsys, revision, but):
     assert dry_run._end(Config(model=ModelConfig(revision=revision))) == 0
     assert capsys.readouterr().out == f"dry run complete: nothing was written{but}\n"
-
-
-def test_the_samples_are_one_line():
-    config = SamplesConfig(prompts=("a", "b"), interval_steps=5)
-    assert dry_run._samples(config) == "of 2 prompts, up to 64 tokens each, after every 5 steps and the last step"

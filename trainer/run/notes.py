@@ -12,13 +12,16 @@ from trainer.base.config import Config, EvaluationConfig, SamplesConfig, Trainin
 from trainer.base.system import console
 from trainer.base.system.spelling import counted, every
 from trainer.base.system.units import GIB, format_bytes
+from trainer.checkpoint.resume import ResumePoint
 from trainer.data.build import Datasets
 from trainer.evaluate import EvalSet
+from trainer.parallel.attention import kernel_name
 from trainer.parallel.parallelize import block_forms
 from trainer.run.resolve import ResolvedRun
 from trainer.run.resources import checkpoint_bytes, disk_free, remaining_checkpoints
 from trainer.run.training_data import epochs_of, target_share
 from trainer.runtime import device as devices
+from trainer.runtime.device import DTYPES
 from trainer.runtime.distributed import run_on_rank_0
 from trainer.state import TrainState
 
@@ -65,6 +68,19 @@ def model_notes(config: Config, resolved: ResolvedRun, device: torch.device) -> 
         notes.append(Note("moments", resolved.optimizer.fp32_moments, warns=True))
     notes += [Note("adapters", line, warns=True) for line in adapter_warnings(config, resolved)]
     return notes + [Note("float8", line, warns=True) for line in _float8_warnings(config, resolved, device)]
+
+
+def attention_note(config: Config, resolved: ResolvedRun, device: torch.device) -> Note:
+    """Return the names of the attention kernels, for which tensors are allocated on the device: a dry run, which may
+    share it with a run, has no such note."""
+    sizes, dims, seq_len = resolved.sizes, resolved.dims, config.training.seq_len
+    width, v_width = sizes.head_widths
+    q = 1, sizes.n_heads // dims.tp, seq_len // dims.cp, width
+    k, v = ((1, sizes.n_kv_heads // dims.tp, seq_len, w) for w in (width, v_width))
+    dtype, by_document = DTYPES[config.training.compute_dtype], config.data.document_mask
+    kinds = resolved.plan.kinds.values()
+    names = (kernel_name(kind, (q, k, v), dims.cp, by_document, dtype, device) for kind in kinds)
+    return Note("attention", ", ".join(dict.fromkeys(names)))
 
 
 def _optimizer_lines(config: Config, resolved: ResolvedRun) -> list[str]:
@@ -142,6 +158,15 @@ def _float8_warnings(config: Config, resolved: ResolvedRun, device: torch.device
 
 
 # ---------------------------------------------------------------- the data and the steps
+
+
+def start_note(config: Config, point: ResumePoint | None) -> Note:
+    """Return the folder of a run that has steps left, and whether it resumes. point: Checkpoint to resume from."""
+    folder = config.run.folder
+    if point is None:
+        return Note("run folder", f"{folder}: a new run")
+    rollback = ", after newer checkpoints are moved to a folder discarded-N" if point.rollback else ""
+    return Note("run folder", f"{folder}: resumes from step {point.state.step}{rollback}")
 
 
 def course_notes(

@@ -19,9 +19,9 @@ from trainer.checkpoint.formats.initial_weights import load_adapter
 from trainer.checkpoint.formats.weights import Weights
 from trainer.checkpoint.resume import ResumePoint
 from trainer.data.tokenizer.protocol import Tokenizer
-from trainer.preflight import CheckedRun, check_run
 from trainer.resilience.early_stopping import EarlyStopping
-from trainer.run.notes import Note, course_notes, model_notes
+from trainer.run.notes import Note, course_notes, model_notes, start_note
+from trainer.run.preflight import CheckedRun, check_run
 from trainer.run.resolve import ResolvedRun
 from trainer.run.run_folder import how_it_ended, require_usable, resume_point
 from trainer.run.sinks.sink import METRICS_FILE
@@ -103,15 +103,11 @@ def _end(config: Config, ended: str = "", fits: bool = True) -> int:
 
 
 def _start(run: CheckedRun, point: ResumePoint | None) -> Note:
-    """Return the folder of a run that has steps left, and whether it resumes."""
-    config, folder = run.config, run.config.run.folder
-    if point is None:
-        return Note("run folder", f"{folder}: a new run")
-    rollback = ", after newer checkpoints are moved to a folder discarded-N" if point.rollback else ""
-    depends_on_data = config.training.epochs is not None or _is_identified_by_data(config.evaluation)
-    is_unknown = run.datasets is None and depends_on_data
-    unknown = ", unless the prepared data show that it has ended" if is_unknown else ""
-    return Note("run folder", f"{folder}: resumes from step {point.state.step}{rollback}{unknown}")
+    """Return the note on the folder of a run that, as far as is known, has steps left."""
+    note = start_note(run.config, point)
+    depends_on_data = run.config.training.epochs is not None or _is_identified_by_data(run.config.evaluation)
+    is_unknown = point is not None and run.datasets is None and depends_on_data
+    return note._replace(text=f"{note.text}, unless the prepared data show that it has ended") if is_unknown else note
 
 
 def _stopped_early(run: CheckedRun, state: TrainState) -> str:
@@ -141,9 +137,7 @@ def _weights(point: ResumePoint | None, weights: Weights | None) -> Note:
     return Note("weights", f"{base}{weights.folder}{files}: names and shapes fit")
 
 
-def _try_adapter(
-    config: Config, resolved: ResolvedRun, point: ResumePoint | None, weights: Weights | None
-) -> None:
+def _try_adapter(config: Config, resolved: ResolvedRun, point: ResumePoint | None, weights: Weights | None) -> None:
     """Load the adapter that a new run continues with, as the run does after its checks. Raises ConfigError."""
     if config.lora.init_from and point is None:
         trained = resolved.trained.tensors(meta_model(resolved.spec.model, resolved.sizes))

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from models.spec import ModelSpec
+from models.spec import ModelSpec, meta_model, saved_weights
 from trainer.adapters.nf4 import QuantizedWeight
 from trainer.adapters.select import SCALE_SETTINGS
 from trainer.base.config import CheckpointConfig, ConfigError, LoraConfig, errors_about
@@ -43,18 +43,18 @@ def names_loaded(config: CheckpointConfig, names: Collection[str]) -> set[str]:
     return set(names).difference(matching("checkpoint.init_exclude", config.init_exclude, names, "parameter"))
 
 
-def open_initial_weights(config: CheckpointConfig, spec: ModelSpec, sizes: Any, parameters: Tensors) -> Weights:
+def open_initial_weights(config: CheckpointConfig, spec: ModelSpec, sizes: Any) -> Weights:
     """Open checkpoint.init_from, collectively, and check that it has the weights, without loading them.
 
     Args:
         config: What is loaded.
         spec: Family of the run's model.
         sizes: Sizes of the run's model.
-        parameters: Those of the complete model; only shapes and dtypes are used.
 
     Raises:
         ConfigError: The folder is damaged, or contains a different model.
     """
+    parameters = saved_weights(meta_model(spec.model, sizes))
     included = names_loaded(config, parameters)
     with errors_about("checkpoint.init_from"):
         # Only rank 0 resolves the folder, because the source run may still write newer checkpoints.

@@ -7,13 +7,13 @@ import torch
 from torch import nn
 
 from trainer.base.config import Config
+from trainer.checkpoint.formats.initial_weights import open_initial_weights
 from trainer.checkpoint.formats.weights import Weights
 from trainer.checkpoint.resume import ResumePoint, require_compatible
 from trainer.data.build import Datasets
 from trainer.data.tokenizer.protocol import Tokenizer
 from trainer.evaluate import EvalSet, build_eval_sets
 from trainer.inference.samples import encode_prompts
-from trainer.initial_model import open_weights
 from trainer.run.resolve import ResolvedRun, require_profiled_step
 from trainer.run.resources import check_disk, check_memory
 from trainer.run.sinks.services import require_access
@@ -33,7 +33,7 @@ class CheckedRun:
     prompts: list[list[int]]
     """Tokens of each prompt of [samples]."""
     weights: Weights | None
-    """See open_weights."""
+    """Those of checkpoint.init_from. None: the run starts from random weights, or its checkpoint replaces them."""
     datasets: Datasets | None
     """None only in a dry run, if a dataset is too large to be prepared in it."""
     eval_sets: list[EvalSet]
@@ -68,7 +68,7 @@ def check_run(
     if point is not None:
         require_same_tokenizer(point, config.tokenizer, text.tokenizer)
     check_memory(config, resolved, model_parts, device)
-    weights = open_weights(config, resolved, point)
+    weights = _open_weights(config, resolved, point)
     saved = None if point is None else point.state
     datasets, state = open_data(config, text.tokenizer, saved), saved or TrainState()
     known = config if datasets is None else with_steps(config, datasets, state)
@@ -82,3 +82,11 @@ def check_run(
             require_compatible(point, {"data": datasets.name})
         eval_sets = build_eval_sets(datasets.evaluation, known.evaluation, text.tokenizer.text_bytes)
     return CheckedRun(config=known, text=text, prompts=prompts, weights=weights, datasets=datasets, eval_sets=eval_sets)
+
+
+def _open_weights(config: Config, resolved: ResolvedRun, point: ResumePoint | None) -> Weights | None:
+    """Return CheckedRun.weights. Raises ConfigError, also if they are not those of the model."""
+    is_replaced = point is not None and config.lora.rank is None
+    if is_replaced or not config.checkpoint.init_from:
+        return None
+    return open_initial_weights(config.checkpoint, resolved.spec, resolved.sizes)

@@ -1,0 +1,97 @@
+"""What a run says of itself when it starts, and a dry run too."""
+
+import pytest
+import torch
+
+from trainer.base.config import SamplesConfig
+from trainer.base.config.load import load_config
+from trainer.run.notes import compiled_blocks, many_epochs, model_notes, samples_text, steps_text
+from trainer.run.resolve import resolve
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ([], []),
+        (["--lora.rank", "8"], []),
+        (
+            ["--lora.rank", "200"],
+            [
+                "lora.rank = 200: exceeds the smaller side of 56 of 56 matrices, such as layers.0.attention.wq (128 x 128), of "
+                "which rank 128 can represent every change"
+            ],
+        ),
+        (
+            ["--lora.rank", "8", "--model.name", "mixtral"],
+            [
+                "lora: each expert of mixtral/debug has adapters of its own, 172,032 of 206,848 values; [lora] targets can leave "
+                "experts out"
+            ],
+        ),
+        (["--lora.rank", "12", "--model.name", "olmoe", "--lora.targets", "*.attention.*"], []),
+        (
+            ["--lora.rank", "12", "--model.name", "mixtral", "--training.compute_dtype", "bf16"],
+            [
+                "lora: each expert of mixtral/debug has adapters of its own, 258,048 of 310,272 values; [lora] targets can leave "
+                "experts out",
+                "lora.rank = 12: is no multiple of 8, which the grouped kernel needs with [training] compute_dtype = bf16, so "
+                "the adapters of each expert are multiplied one by one",
+            ],
+        ),
+        (
+            ["--lora.rank", "12", "--model.name", "mixtral", "--training.compute_dtype", "fp32"],
+            [
+                "lora: each expert of mixtral/debug has adapters of its own, 258,048 of 310,272 values; [lora] targets can leave "
+                "experts out",
+            ],
+        ),
+    ],
+)
+def test_adapters_that_do_less_than_expected_are_named(tmp_path, words, expected):
+    base = ["--checkpoint.init_from", str(tmp_path)] if "--lora.rank" in words else []
+    config = load_config([*words, *base])
+    notes = model_notes(config, resolve(config, 1), torch.device("cpu"))
+    assert [note.text for note in notes if note.name == "adapters" and note.warns] == expected
+
+
+EP = ["--model.name", "deepseek-v3", "--parallel.dp_shard", "2", "--parallel.ep", "2", "--compile.enabled", "true"]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--compile.enabled", "false"], ""),
+        (["--compile.enabled", "true"], "compiled"),
+        (EP, "1 block compiled, 3 blocks compiled except around experts"),
+        ([*EP, "--activation_checkpoint.mode", "selective"], "1 block compiled, 3 blocks uncompiled"),
+        (
+            [*EP, "--activation_checkpoint.mode", "selective", "--activation_checkpoint.every_n_blocks", "2"],
+            "1 block compiled, 2 blocks compiled except around experts, 1 block uncompiled",
+        ),
+    ],
+)
+def test_the_summary_counts_the_compiled_blocks(words, expected):
+    config = load_config(words)
+    assert compiled_blocks(config, resolve(config, 2 if "--parallel.ep" in words else 1)) == expected
+
+
+def test_steps_that_repeat_few_samples_many_times_are_named(tmp_path):
+    config = load_config(["--training.steps", "1000"])
+    assert many_epochs(config, 40, 200.4) == (
+        "training.steps = 1000: passes over the 40 samples of the data 200 times, so the model may memorize them; "
+        "training.epochs chooses the number of passes"
+    )
+    assert many_epochs(config, 40, 10.0) == ""
+    assert many_epochs(load_config(["--training.epochs", "50"]), 40, 50.0) == ""
+
+
+def test_the_steps_of_a_batch_schedule_are_listed():
+    config = load_config(["--training.batch_schedule.100", "64", "--training.batch_schedule.200", "16"])
+    assert steps_text(config.training, resolve(config, 2).grad_accum, 50, 300) == (
+        "51 to 300, each of 32 samples (64 after step 100, 16 after step 200) of 128 tokens, in up to 8 microbatches on each rank"
+    )
+
+
+def test_the_samples_are_one_line():
+    config = SamplesConfig(prompts=("a", "b"), interval_steps=5)
+    assert samples_text(config) == "of 2 prompts, up to 64 tokens each, after every 5 steps and the last step"
