@@ -21,7 +21,7 @@ from trainer.optim.average import WeightAverage
 from trainer.optim.optimizer import Optimizer, optimizer_class
 from trainer.optim.quantization import require_shard_independent_blocks
 from trainer.parallel.attention import AttentionBackend
-from trainer.parallel.balance import Load, apply_balance
+from trainer.parallel.balance import ExpertLoad, apply_balance
 from trainer.parallel.context import shard_sequence
 from trainer.parallel.fsdp import reshard_all, start_microbatch
 from trainer.parallel.init_weights import allocate, initialize
@@ -89,7 +89,7 @@ class StepResult:
     means: dict[str, Tensor]
     """Means of the loss and of the objective's metrics over the terms, by name."""
     routing: dict[str, Tensor]
-    """Metrics of the routers by name, see Load. Empty for a model without experts."""
+    """Metrics of the routers by name, see ExpertLoad. Empty for a model without experts."""
 
 
 class Engine:
@@ -114,63 +114,68 @@ class Engine:
             TypeError: The objective lacks an attribute of Objective.
         """
         require_complete(objective)
-        self.config = config
-        self.width_ratio = resolved.optimizer.width_ratio
-        self.device = device
+        self.config, self.device, self.objective = config, device, objective
+        self.width_ratio, self.saved_names = resolved.optimizer.width_ratio, resolved.saved_names
         self.model_parts = model_parts
-        parameter_device = torch.device("cpu") if config.parallel.cpu_offload else device
-        for part in model_parts.values():
-            allocate(part, parameter_device, device)
+        self._allocate()
         self.parameters = {name: p for part in model_parts.values() for name, p in part.named_parameters()}
         self.weights = {name: w for part in model_parts.values() for name, w in saved_weights(part).items()}
         """The parameters and buffers of this rank by name."""
         self.quantized = {name: w for part in model_parts.values() for name, w in quantized_weights(part).items()}
         """Name of a weight that is kept in 4 bits -> this rank's part. Its parts are among the parameters too."""
-        self.saved_names = resolved.saved_names
-        model, training = next(iter(model_parts.values())), config.training
-        self.gradient_sums: Mapping[Tensor, Tensor] = {}
+        start, self.gradient_sums = self._accumulation()
         """Parameter -> sum of earlier microbatches' gradients, if neither FSDP nor p.grad holds it. The planner counts it."""
-        if isinstance(model, FSDPModule):
-            start = partial(start_microbatch, model, training.reduce_every_microbatch)
-        else:
-            accumulator = GradientAccumulator(self.parameters.values(), config.optimizer.frees_gradients)
-            start, self.gradient_sums = accumulator.start_microbatch, accumulator.sums
-        self.samples_per_microbatch = training.local_batch_size * resolved.dims.batch
+        self.samples_per_microbatch = config.training.local_batch_size * resolved.dims.batch
         """Number of samples in one microbatch of all ranks."""
-        self.load = None
-        if resolved.plan.has_experts:
-            for part in model_parts.values():
-                apply_balance(part, config.experts, meshes, device)
-            blocks = [part.get_submodule(resolved.plan.blocks_path) for part in model_parts.values()]
-            self.load = Load(blocks, resolved.sizes, config.experts, device)
-        # After the accumulator: the optimizer's hooks of gradients must run after its own.
+        self.expert_load = self._balance(resolved, meshes) if resolved.plan.has_experts else None
+        # After _accumulation: the optimizer's hooks of gradients must run after those of the accumulator.
         self.optimizer = self._build_optimizer(resolved, meshes)
         decay = config.optimizer.ema_decay
         self.average = None if decay is None else WeightAverage(self.optimizer, decay)
         self.guard = StabilityGuard(config.resilience, self.optimizer.device)
         self.phases = PhaseTimer(device)
         self.batch_group = meshes.data["batch"].get_group()
-        self.objective = objective
-        cp = meshes.data["cp"]
-        build_step: Callable[..., Step]
+        self.forward_backward = self._build_step(resolved, meshes, start)
+
+    def _allocate(self) -> None:
+        parameter_device = torch.device("cpu") if self.config.parallel.cpu_offload else self.device
+        for part in self.model_parts.values():
+            allocate(part, parameter_device, self.device)
+
+    def _accumulation(self) -> tuple[Callable[[bool], None], Mapping[Tensor, Tensor]]:
+        """Return the function that a Step calls at the start of a microbatch, and `gradient_sums`."""
+        model = next(iter(self.model_parts.values()))
+        if isinstance(model, FSDPModule):
+            return partial(start_microbatch, model, self.config.training.reduce_every_microbatch), {}
+        accumulator = GradientAccumulator(self.parameters.values(), self.config.optimizer.frees_gradients)
+        return accumulator.start_microbatch, accumulator.sums
+
+    def _balance(self, resolved: ResolvedRun, meshes: Meshes) -> ExpertLoad:
+        """Make the routers balance their experts, and return what counts their load."""
+        for part in self.model_parts.values():
+            apply_balance(part, self.config.experts, meshes, self.device)
+        blocks = [part.get_submodule(resolved.plan.blocks_path) for part in self.model_parts.values()]
+        return ExpertLoad(blocks, resolved.sizes, self.config.experts, self.device)
+
+    def _build_step(self, resolved: ResolvedRun, meshes: Meshes, start_microbatch: Callable[[bool], None]) -> Step:
+        """start_microbatch: see _accumulation."""
+        cp, dtype = meshes.data["cp"], DTYPES[self.config.training.compute_dtype]
+        common = {
+            "model_parts": self.model_parts,
+            "objective": self.objective,
+            "shard_sequence": partial(shard_sequence, rank=cp.get_local_rank(), ranks=cp.size()),
+            "phases": self.phases,
+            "batch_group": self.batch_group,
+            "loss_group": meshes.loss["loss"].get_group(),
+        }
         if resolved.dims.pp == 1:
-            build_step = partial(SpmdStep, start_microbatch=start)
-        else:
-            dtype = DTYPES[training.compute_dtype]
-            build_step = partial(
-                PipelineStep,
-                schedule_name=config.parallel.pipeline_schedule,
-                num_microbatches=resolved.grad_accum,
-                hidden=torch.empty(resolved.hidden_shape, dtype=dtype, device=device, requires_grad=True),
-                pipeline_group=meshes.model["pp"].get_group(),
-            )
-        self.forward_backward = build_step(
-            model_parts=model_parts,
-            objective=objective,
-            shard_sequence=partial(shard_sequence, rank=cp.get_local_rank(), ranks=cp.size()),
-            phases=self.phases,
-            batch_group=self.batch_group,
-            loss_group=meshes.loss["loss"].get_group(),
+            return SpmdStep(start_microbatch=start_microbatch, **common)
+        return PipelineStep(
+            schedule_name=self.config.parallel.pipeline_schedule,
+            num_microbatches=resolved.grad_accum,
+            hidden=torch.empty(resolved.hidden_shape, dtype=dtype, device=self.device, requires_grad=True),
+            pipeline_group=meshes.model["pp"].get_group(),
+            **common,
         )
 
     def _build_optimizer(self, resolved: ResolvedRun, meshes: Meshes) -> Optimizer:
@@ -209,12 +214,12 @@ class Engine:
         self.phases.start("reduction")
         self.optimizer.start_step(lr)
         num_terms = count_terms(microbatches, self.objective, self.batch_group)
-        if self.load is not None:
-            self.load.start_step(len(microbatches) * self.samples_per_microbatch)
+        if self.expert_load is not None:
+            self.expert_load.start_step(len(microbatches) * self.samples_per_microbatch)
         if self.config.optimizer.in_backward:
             on_before_update()
         means = self.forward_backward(microbatches, num_terms)
-        routing = {} if self.load is None else self.load.take()
+        routing = {} if self.expert_load is None else self.expert_load.take()
         self.phases.start("clip")
         grad_norm, votes = self.optimizer.clip(self.config.training.max_norm, vote=stop)
         self.phases.start("optimizer")
@@ -223,8 +228,8 @@ class Engine:
         self.optimizer.step(skip=skip)
         if self.average is not None:
             self.average.update(skip)
-        if self.load is not None:
-            self.load.correct(skip)
+        if self.expert_load is not None:
+            self.expert_load.correct(skip)
         self.phases.start("other")
         return StepResult(outcome=outcome, num_terms=num_terms, means=means, routing=routing)
 

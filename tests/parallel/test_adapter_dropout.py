@@ -20,8 +20,8 @@ from trainer.parallel.attention import CPU_BACKEND
 from trainer.parallel.init_weights import allocate, initialize
 from trainer.parallel.mesh import Meshes, ParallelDims
 from trainer.parallel.parallelize import parallelize
+from trainer.parallel.parameter_storage import ParameterStorage
 from trainer.parallel.pipeline import partition_blocks
-from trainer.parallel.storage import Storage
 
 SIZES = LlamaSizes(dim=128, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=128, vocab_size=64)
 LORA = LoraConfig(rank=4, dropout=0.4)
@@ -38,7 +38,7 @@ def gradients(mode, compiled, base_dtype):
     trained = select_parameters(model, plan, lora)
     adapt = partial(apply_lora, blocks=plan.blocks_path, trained=trained, config=lora, seed=0)
     quantized = select_quantized(model, plan, lora)
-    storage = Storage(dtype="fp32", quantized=quantized, is_double=base_dtype == "nf4_double")
+    storage = ParameterStorage(dtype="fp32", quantized=quantized, is_double=base_dtype == "nf4_double")
     meshes, stages = Meshes(ParallelDims.from_config(config, config.tp), CPU), partition_blocks(model, plan, config)
     settings = (
         config,

@@ -22,9 +22,9 @@ from trainer.parallel.balance import apply_balance
 from trainer.parallel.init_weights import allocate, initialize
 from trainer.parallel.mesh import Meshes, ParallelDims
 from trainer.parallel.parallelize import configure_compiler, parallelize
+from trainer.parallel.parameter_storage import ParameterStorage
 from trainer.parallel.pipeline import Stage
 from trainer.parallel.rotation import rotate_by_complex_product
-from trainer.parallel.storage import Storage
 
 SIZES = LlamaSizes(dim=36, n_layers=3, n_heads=6, n_kv_heads=2, hidden_dim=46, vocab_size=61)
 """Not multiples of the vector width. The vocabulary is sharded unevenly."""
@@ -88,7 +88,7 @@ def model_with_experts(mode, compiled, parallel=ParallelConfig(), lora=LoraConfi
         *(lambda: spec.model(sizes), plan, stages, meshes, parallel, ActivationCheckpointConfig(mode=mode)),
         *(
             compiled,
-            Storage(dtype="fp32"),
+            ParameterStorage(dtype="fp32"),
             16,
             False,
             CPU_BACKEND,

@@ -18,8 +18,8 @@ from trainer.parallel.experts import AllToAllExchange
 from trainer.parallel.init_weights import allocate, initialize
 from trainer.parallel.mesh import Meshes, ParallelDims
 from trainer.parallel.parallelize import parallelize
+from trainer.parallel.parameter_storage import ParameterStorage
 from trainer.parallel.pipeline import partition_blocks
-from trainer.parallel.storage import Storage
 
 CPU = torch.device("cpu")
 SIZES = MixtralSizes(
@@ -68,7 +68,7 @@ def initial_weights(degrees):
     with torch.device("meta"):
         plan = mixtral(SIZES).plan()
         stages = partition_blocks(mixtral(SIZES), plan, config)
-    settings = (config, ActivationCheckpointConfig(), False, Storage(dtype="fp32"), 16, False, CPU_BACKEND)
+    settings = (config, ActivationCheckpointConfig(), False, ParameterStorage(dtype="fp32"), 16, False, CPU_BACKEND)
     (model,) = parallelize(lambda: mixtral(SIZES), plan, stages, meshes, *settings).values()
     allocate(model, CPU)
     initialize(model, seed=0)

@@ -26,9 +26,9 @@ from trainer.parallel.attention import CPU_BACKEND
 from trainer.parallel.init_weights import allocate, initialize
 from trainer.parallel.mesh import Meshes, ParallelDims
 from trainer.parallel.parallelize import configure_compiler, parallelize
+from trainer.parallel.parameter_storage import ParameterStorage
 from trainer.parallel.pipeline import Stage
 from trainer.parallel.quantized import quantize_weights
-from trainer.parallel.storage import Storage
 from trainer.runtime.dtensor import local_region
 
 SIZES = {
@@ -115,7 +115,7 @@ def deviation_of_sharded_gradients(family, base_dtype, compiled):
     spec, sizes, trained, names = described(family, base_dtype)
     plan, parallel = reference.plan(), ParallelConfig(tp=dist.get_world_size())
     meshes = Meshes(ParallelDims.from_config(parallel, parallel.tp), CPU, has_experts=plan.has_experts)
-    storage = Storage(dtype="fp32", quantized=names, is_double=base_dtype == "nf4_double")
+    storage = ParameterStorage(dtype="fp32", quantized=names, is_double=base_dtype == "nf4_double")
     adapt = partial(apply_lora, blocks=plan.blocks_path, trained=trained, config=LORA, seed=0)
     settings = (parallel, ActivationCheckpointConfig(), compiled, storage, 16, False, CPU_BACKEND, adapt)
     with patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")):  # without code generation

@@ -12,8 +12,8 @@ from trainer.parallel.float8 import NO_FLOAT8, Float8
 from trainer.parallel.init_weights import allocate, initialize
 from trainer.parallel.mesh import Meshes, ParallelDims
 from trainer.parallel.parallelize import parallelize
+from trainer.parallel.parameter_storage import ParameterStorage
 from trainer.parallel.pipeline import Stage, partition_blocks, stages_of_rank
-from trainer.parallel.storage import Storage
 
 CPU = torch.device("cpu")
 
@@ -32,7 +32,7 @@ def build_model_parts(
         model = llama(sizes)
     plan = model.plan()
     stages = stages_of_rank(partition_blocks(model, plan, config), meshes.model["pp"].get_local_rank(), config)
-    settings = (stages, meshes, config, checkpointing, compiled, Storage(dtype=dtype))
+    settings = (stages, meshes, config, checkpointing, compiled, ParameterStorage(dtype=dtype))
     run = {"seq_len": 16, "document_mask": False, "attention_backend": CPU_BACKEND, "float8": float8}
     model_parts = parallelize(lambda: llama(sizes), plan, *settings, **run)
     for part in model_parts.values():

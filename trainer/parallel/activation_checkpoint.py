@@ -171,14 +171,6 @@ def run_hooks_outside_checkpoint(module: nn.Module) -> None:
             hooks[key] = partial(call_outside_checkpoint, hook)
 
 
-def local_product(product: Callable[..., Tensor], *args: Any, is_partial: bool) -> Tensor:
-    """Return the result of a product of local tensors. is_partial: whether it is a partial sum. As such it is not saved, as
-    `_is_partial_product` says, which cannot know it from local tensors."""
-    if is_partial and not torch.compiler.is_compiling():
-        return call_outside_checkpoint(product, *args)
-    return product(*args)
-
-
 def call_outside_checkpoint(function: Callable, *args: Any, **kwargs: Any) -> Any:
     """Return the function's result, hidden from selective recomputation: its operators are neither saved nor counted."""
     is_inside = isinstance(_get_current_dispatch_mode(), _CachingTorchDispatchMode | _CachedTorchDispatchMode)

@@ -116,7 +116,7 @@ def apply_balance(model: nn.Module, config: ExpertsConfig, meshes: Meshes, devic
             module.balance = Balance(config, meshes, module.n_experts, device)
 
 
-class Load:
+class ExpertLoad:
     """The load of all experts in a step, and the corrections that follow from it."""
 
     def __init__(self, blocks: Iterable[nn.Module], sizes: MixtureSizes, config: ExpertsConfig, device: torch.device):

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.tensor import DTensor
 
 from models.spec import ParallelPlan, styles_in_blocks
 from trainer.adapters.select import pattern_hints
 from trainer.base.config import ConfigError, TrainingConfig
 from trainer.base.config.fields import matching
-from trainer.parallel.activation_checkpoint import local_product
 from trainer.parallel.mesh import ParallelDims
+from trainer.parallel.shard_product import product_with_shard
 from trainer.runtime.dtensor import local_factor
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -191,19 +191,18 @@ def apply_float8(model: nn.Module, float8: Float8) -> None:
             _replace_forward(module, float8.by_row)
 
 
+def _product(x: Tensor, weight: Tensor, by_row: bool) -> Tensor:
+    return Float8Product.apply(x.flatten(0, -2), weight, by_row).unflatten(0, x.shape[:-1])
+
+
 def _replace_forward(linear: nn.Linear, by_row: bool) -> None:
     # A function, not a partial, which would give every compiled block its own graph.
     def forward(x: Tensor) -> Tensor:
         """x: (..., columns). With tensor parallelism, the product is that of local tensors."""
         weight, bias = linear.weight, linear.bias
-        is_sharded = isinstance(weight, DTensor)
-        is_partial = is_sharded and weight.placements[0].is_shard(1)
-        local = local_factor(x)
-        factors = local.flatten(0, -2), local_factor(weight), by_row
-        out = local_product(Float8Product.apply, *factors, is_partial=is_partial).unflatten(0, local.shape[:-1])
-        if is_sharded:
-            placement = Partial() if is_partial else Shard(out.dim() - 1)
-            out = DTensor.from_local(out, weight.device_mesh, [placement], run_check=False)
+        mesh = weight.device_mesh if isinstance(weight, DTensor) else None
+        is_partial = mesh is not None and weight.placements[0].is_shard(1)
+        out = product_with_shard(_product, x, local_factor(weight), by_row, mesh=mesh, is_partial=is_partial)
         return out if bias is None else out + bias
 
     linear.forward = forward

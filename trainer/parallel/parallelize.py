@@ -1,6 +1,33 @@
-"""Parallelization of a model. All forms of parallelism are applied in the only order in which they compose."""
+"""Parallelization of a model. All forms of parallelism are applied in the only order in which they compose.
 
-from collections.abc import Callable, Mapping
+models/ holds only formulas. What else a run does in their place is a forward that is replaced on an instance, and that may call
+the forward which it finds. These are all of them, in their order, and why each stands there:
+
+1. Linear modules, by products in float8 (float8.py). Tensor parallelism shards their weights and wraps them, and adapters add
+   to what they return.
+2. Feed-forward layers, and rotations, of uncompiled blocks, by faster ones (feed_forward.py, rotation.py). They call linear
+   modules, however these multiply. Tensor parallelism wraps them.
+3. Norms over all heads, modules that compute with local values, and the output (tensor.py). Matrices become DTensors, so all
+   later steps see shards.
+4. The method `routed` of mixtures of experts, and their exchange, which is replaced as a module (experts.py). Likewise, on the
+   axis of the experts.
+5. Linear modules, and the method `product` of experts, by products with weights in 4 bits (quantized.py). The parts of a weight
+   are sharded like the weight.
+6. Linear modules and the method `product`, by those with adapters; blocks, which give adapters the keys of their dropout
+   (adapters/apply.py). The adapters are sharded like the weights, and are added to the products that they find.
+7. Attention kernels and masks, which are replaced as modules (attention.py): those of the device.
+8. Blocks, by recomputing and compiled ones (activation_checkpoint.py). Both see sharded matrices and all products above.
+9. Blocks that recompute everything, whose input is offloaded (activation_offload.py). The checkpoint saves it where it begins.
+10. Without FSDP, blocks and the units outside them, which cast their parameters (unsharded.py). It is last, like FSDP, which
+    shards what remains: a unit has its parameters before anything computes.
+11. The first block, which is timed (resilience/straggler.py; build.py asks for it). The time includes all of the above.
+
+Recomputation is compiled with the block, except full activation checkpointing with tensor parallelism: torch 2.13 fails on
+DTensors in a checkpoint inside a compiled block. It also wraps blocks with experts whose graph breaks and, with torch < 2.13,
+all blocks with experts: there, a checkpoint inside the graph saves the experts' results.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -19,9 +46,9 @@ from trainer.parallel.experts import apply_experts
 from trainer.parallel.feed_forward import apply_gated_products
 from trainer.parallel.float8 import NO_FLOAT8, Float8, apply_float8
 from trainer.parallel.mesh import Meshes, ParallelDims
+from trainer.parallel.parameter_storage import ParameterStorage, shards_parameters
 from trainer.parallel.pipeline import Stage, prune_to_stage
 from trainer.parallel.rotation import apply_complex_rotation
-from trainer.parallel.storage import Storage, shards_parameters
 from trainer.parallel.tensor import apply_tensor
 from trainer.runtime.device import DTYPES
 
@@ -34,7 +61,7 @@ def parallelize(
     parallel: ParallelConfig,
     checkpointing: ActivationCheckpointConfig,
     compiled: bool,
-    storage: Storage,
+    storage: ParameterStorage,
     seq_len: int,
     document_mask: bool,
     attention_backend: AttentionBackend,
@@ -43,21 +70,6 @@ def parallelize(
 ) -> dict[Stage, nn.Module]:
     """Return this rank's stages of the model, on the meta device and sharded by the plan. Without a pipeline, the full model is
     one stage.
-
-    The order, and why:
-        prune: only the modules of the stage remain.
-        float8: the products that the other steps shard and wrap. The products of adapters are added to them.
-        uncompiled blocks: feed-forward layers and rotations get faster forwards, which the other steps wrap.
-        tensor parallelism: matrices become DTensors, so all later steps see shards.
-        expert parallelism: likewise, on the axis of the experts.
-        quantized weights: their parts are sharded like the matrices.
-        adapters: likewise. They are added to the products that they find.
-        attention: kernels and masks of this device.
-        blocks: recomputation and compilation see sharded matrices. Recomputation is compiled with the block, except full
-            activation checkpointing with tensor parallelism: torch 2.13 fails on DTensors in a checkpoint inside a compiled
-            block. It also wraps blocks with experts whose graph breaks and, with torch < 2.13, all blocks with experts: there,
-            a checkpoint inside the graph saves the experts' results.
-        storage: last, because FSDP shards what remains.
 
     Args:
         make_model: Returns the full model. It is called once for each stage, on the meta device.
@@ -82,15 +94,12 @@ def parallelize(
     for stage in stages:
         with torch.device("meta"):
             model = make_model()
-        prune_to_stage(model, plan, stage)
+        prune_to_stage(model, plan, stage)  # first: only the modules of the stage remain
         apply_float8(model, float8)
         blocks = dict(model.get_submodule(plan.blocks_path).named_children())
         forms = block_forms(blocks, meshes.dims, plan, parallel, checkpointing, compiled)
         recompute_gathers = {name for name, form in forms.items() if form.recomputes == "gathers"}
-        for name, block in blocks.items():
-            if not forms[name].compiled:
-                apply_gated_products(block)
-                apply_complex_rotation(block)
+        _speed_up([block for name, block in blocks.items() if not forms[name].compiled])
         if tp.size() > 1:
             apply_tensor(model, plan, tp, parallel.sequence_parallel, recompute_gathers)
         if meshes.experts is not None:
@@ -101,22 +110,30 @@ def parallelize(
             model, plan, cp, seq_len, document_mask, DTYPES[storage.dtype], attention_backend, recompute_gathers
         )
         for name, block in blocks.items():
-            form = forms[name]
-            is_trained = any(p.requires_grad for p in block.parameters())
-            block.forward = block_forward(
-                block.forward,
-                form.recomputes,
-                checkpointing,
-                form.compiled,
-                form.checkpoint_outside,
-                form.is_one_graph,
-                is_trained,
-            )
+            _recompute_and_compile(block, forms[name], checkpointing)
         if checkpointing.offload_inputs:
             offloader.apply([block for name, block in blocks.items() if forms[name].recomputes == "all"])
         storage.provide(model, plan, meshes, parallel)
         model_parts[stage] = model
     return model_parts
+
+
+def _speed_up(uncompiled: Iterable[nn.Module]) -> None:
+    for block in uncompiled:
+        apply_gated_products(block)
+        apply_complex_rotation(block)
+
+
+def _recompute_and_compile(block: nn.Module, form: "BlockForm", checkpointing: ActivationCheckpointConfig) -> None:
+    block.forward = block_forward(
+        block.forward,
+        form.recomputes,
+        checkpointing,
+        form.compiled,
+        form.checkpoint_outside,
+        form.is_one_graph,
+        is_trained=any(p.requires_grad for p in block.parameters()),
+    )
 
 
 class BlockForm(NamedTuple):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from models.grouped import grouped_product
 from models.moe import Experts
@@ -22,8 +22,8 @@ from trainer.adapters.nf4 import (
     part_shapes,
     parts_in,
 )
-from trainer.parallel.activation_checkpoint import local_product
-from trainer.runtime.dtensor import local_factor, to_local
+from trainer.parallel.shard_product import product_with_shard
+from trainer.runtime.dtensor import to_local
 
 
 def quantize_weights(model: nn.Module, names: Collection[str], is_double: bool, device_type: str) -> None:
@@ -64,14 +64,11 @@ def _replace_product(linear: nn.Linear, pairs: Tensor) -> None:
 
     def forward(x: Tensor) -> Tensor:
         parts, bias = _local_parts(linear, "weight"), to_local(linear.bias)
-        if not isinstance(x, DTensor):
-            return _Product.apply(x, bias, pairs, *parts)
-        is_partial = x.placements[0].is_shard(x.dim() - 1)
-        placement = Partial() if is_partial else Shard(x.dim() - 1)
+        mesh = x.device_mesh if isinstance(x, DTensor) else None
+        is_partial = mesh is not None and x.placements[0].is_shard(x.dim() - 1)
         if is_partial and bias is not None:
-            bias = bias / x.device_mesh.size()
-        out = local_product(_Product.apply, local_factor(x), bias, pairs, *parts, is_partial=is_partial)
-        return DTensor.from_local(out, x.device_mesh, [placement], run_check=False)
+            bias = bias / mesh.size()
+        return product_with_shard(_Product.apply, x, bias, pairs, *parts, mesh=mesh, is_partial=is_partial)
 
     linear.forward = forward
 

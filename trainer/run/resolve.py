@@ -17,8 +17,8 @@ from trainer.checkpoint.formats.folders import read_architecture
 from trainer.checkpoint.resume import FAMILY
 from trainer.parallel.float8 import Float8, check_shapes, resolve_float8
 from trainer.parallel.mesh import ParallelDims
+from trainer.parallel.parameter_storage import ParameterStorage, require_storable
 from trainer.parallel.pipeline import Stage, check_microbatches, partition_blocks, stages_of_rank
-from trainer.parallel.storage import Storage, require_storable
 from trainer.parallel.validate import check_divisibility, check_stages_per_rank, resolve_compilation
 from trainer.run.facts import model_facts, trained_facts
 from trainer.run.resolve_optimizer import ResolvedOptimizer, resolve_optimizer
@@ -51,7 +51,7 @@ class ResolvedRun:
     trained: TrainedParameters
     num_trained: int
     """Number of trained values, of which a checkpoint consists."""
-    storage: Storage
+    storage: ParameterStorage
     """How parameters are kept between uses."""
     optimizer: ResolvedOptimizer
     float8: Float8
@@ -97,7 +97,9 @@ def resolve(config: Config, world_size: int) -> ResolvedRun:
     trained = select_parameters(model, plan, config.lora)
     quantized = select_quantized(model, plan, config.lora)
     require_storable(quantized, model, plan, dims)
-    storage = Storage(dtype=training.compute_dtype, quantized=quantized, is_double=config.lora.quantizes_scales)
+    storage = ParameterStorage(
+        dtype=training.compute_dtype, quantized=quantized, is_double=config.lora.quantizes_scales
+    )
     stages = partition_blocks(model, plan, config.parallel)
     _check_stages(config, plan, stages, trained)
     float8 = resolve_float8(model, plan, training)

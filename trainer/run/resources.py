@@ -16,7 +16,7 @@ from trainer.base.system.files import existing_part
 from trainer.base.system.process import memory_available, node_id
 from trainer.base.system.spelling import counted
 from trainer.base.system.units import GIB
-from trainer.parallel.storage import shards_parameters
+from trainer.parallel.parameter_storage import shards_parameters
 from trainer.run.resolve import ResolvedRun
 from trainer.runtime import device as devices
 from trainer.runtime.device import DTYPES

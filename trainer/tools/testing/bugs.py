@@ -30,7 +30,7 @@ from trainer.optim.exchange import Matrix, Sharding
 from trainer.parallel import balance, experts, float8, tensor
 from trainer.parallel.activation_checkpoint import Forward
 from trainer.parallel.attention import Mask
-from trainer.parallel.balance import Balance, Load
+from trainer.parallel.balance import Balance, ExpertLoad
 from trainer.parallel.experts import AllToAllExchange
 from trainer.parallel.step import SpmdStep
 from trainer.run.resolve import ResolvedRun
@@ -133,22 +133,22 @@ def _losses_detached() -> AbstractContextManager:
 
 def _divided_by_one_microbatch() -> AbstractContextManager:
     """Divide the losses of routers by half the samples of a step, which has two microbatches."""
-    original = Load.start_step
-    return patch.object(Load, "start_step", lambda load, num_samples: original(load, num_samples // 2))
+    original = ExpertLoad.start_step
+    return patch.object(ExpertLoad, "start_step", lambda load, num_samples: original(load, num_samples // 2))
 
 
 def _load_of_one_rank() -> AbstractContextManager:
-    original = Load.take
+    original = ExpertLoad.take
 
-    def take(load: Load) -> dict[str, Tensor]:
+    def take(load: ExpertLoad) -> dict[str, Tensor]:
         with patch.object(balance, "sum_over", lambda counts, group: counts):
             return original(load)
 
-    return patch.object(Load, "take", take)
+    return patch.object(ExpertLoad, "take", take)
 
 
 def _correct_each_microbatch(engine: Engine) -> None:
-    step, load = engine.forward_backward, engine.load
+    step, load = engine.forward_backward, engine.expert_load
     if not isinstance(step, SpmdStep) or load is None:
         return
     start, microbatches = step.start_microbatch, itertools.count()

@@ -170,8 +170,8 @@ def train(argv: Sequence[str], decisions: Mapping[int, Decisions] = {}, bug: str
         trainer = build_trainer(config, resolved, cpu, None)
         engine, clip = trainer.engine, trainer.engine.optimizer.clip
         log = RouterLog(decisions)
-        if engine.load is not None:
-            log.watch(engine.load.layers)
+        if engine.expert_load is not None:
+            log.watch(engine.expert_load.layers)
 
         def record_and_clip(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
             if next(steps) in (1, config.training.steps):

@@ -17,7 +17,7 @@ from trainer.runtime.device import DTYPES
 
 
 @dataclass(frozen=True, kw_only=True)
-class Storage:
+class ParameterStorage:
     """The only owner of this choice.
 
     | parameter | kept as | what a forward gets |
