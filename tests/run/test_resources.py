@@ -10,7 +10,7 @@ from tests.training_runs import Result, train
 from trainer.base.config import ConfigError
 from trainer.base.config.load import load_config
 from trainer.run.resolve import resolve
-from trainer.run.resources import check_memory, checkpoint_bytes, minimum_memory, remaining_checkpoints
+from trainer.run.resources import OwnParameters, check_memory, checkpoint_bytes, minimum_memory, remaining_checkpoints
 from trainer.runtime.accelerators import ACCELERATORS, SHORT_NAMES
 from trainer.tools.planner.estimate import Hardware, estimate
 
@@ -139,6 +139,12 @@ def test_checkpoints_are_written_at_every_interval_and_at_the_end():
     ]
 
 
+def of_one_parameter(config, ranks):
+    """Bytes of device and host memory that a rank needs for one trained parameter."""
+    resolved = resolve(config, ranks)
+    return minimum_memory(config, resolved, OwnParameters(trained=1, state_bytes=resolved.optimizer.state_bytes))
+
+
 @pytest.mark.parametrize(
     ("words", "need"),
     [
@@ -152,7 +158,7 @@ def test_checkpoints_are_written_at_every_interval_and_at_the_end():
 )
 def test_bytes_of_a_parameter(words, need):
     config = load_config([*words, "--training.global_batch_size", "1", "--training.local_batch_size", "1"])
-    assert minimum_memory(config, resolve(config, 1), 1) == need
+    assert of_one_parameter(config, 1) == need
 
 
 @pytest.mark.parametrize(
@@ -173,4 +179,4 @@ def test_bytes_of_a_parameter(words, need):
 def test_gradients_that_two_ranks_have_not_reduced_yet_are_not_sharded(global_batch_size, words, need):
     batch = ["--training.local_batch_size", "1", "--training.global_batch_size", str(global_batch_size)]
     config = load_config([*batch, *words])
-    assert minimum_memory(config, resolve(config, 2), 1) == (need, 0)
+    assert of_one_parameter(config, 2) == (need, 0)

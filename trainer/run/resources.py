@@ -4,12 +4,14 @@ import math
 import shutil
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from models.moe import is_stack
+from models.spec import meta_model
 from trainer.base.config import CheckpointConfig, Config, ConfigError
 from trainer.base.config.checkpoints import list_checkpoints
 from trainer.base.system.files import existing_part
@@ -32,56 +34,74 @@ def checkpoint_bytes(config: Config, resolved: ResolvedRun) -> int:
     return int(resolved.num_trained * (parameter + resolved.optimizer.state_bytes + copy))
 
 
-def minimum_memory(
-    config: Config,
-    resolved: ResolvedRun,
-    count: int,
-    frozen: int = 0,
-    experts: int = 0,
-    state_bytes: float | None = None,
-) -> tuple[int, int]:
-    """Return the bytes of device memory and the bytes of host memory that a rank needs. Only parameters, gradients and optimizer
-    state are counted.
+@dataclass(frozen=True, kw_only=True)
+class OwnParameters:
+    """The parameters of one rank."""
 
-    Args:
-        count: Number of trained parameters of the rank.
-        frozen: Bytes of its frozen parameters.
-        experts: Number of the trained parameters of experts among `count`.
-        state_bytes: Bytes of optimizer state and averaged weights of the rank. None: in proportion to `count`.
-    """
+    trained: int
+    """Number of those that it trains."""
+    experts: int = 0
+    """Number of those that it trains in stacks of experts."""
+    frozen_bytes: int = 0
+    state_bytes: float
+    """Bytes of optimizer state and averaged weights."""
+
+    @classmethod
+    def of(cls, resolved: ResolvedRun, model_parts: Iterable[nn.Module]) -> "OwnParameters":
+        """Count those of a rank. model_parts: its stages, parallelized, on the meta device."""
+        trained, experts, frozen, state_bytes = 0, 0, 0, 0.0
+        for part in model_parts:
+            for name, p in part.named_parameters():
+                local = to_local(p)
+                if not p.requires_grad:
+                    frozen += local.nbytes
+                    continue
+                trained += local.numel()
+                experts += local.numel() if is_stack(part, name) else 0
+                state_bytes += resolved.optimizer.state_bytes_of(name, local)
+        return cls(trained=trained, experts=experts, frozen_bytes=frozen, state_bytes=state_bytes)
+
+    @classmethod
+    def mean(cls, config: Config, resolved: ResolvedRun) -> "OwnParameters":
+        """Estimate those of a rank, without a model: an equal part of all."""
+        dims, model = resolved.dims, meta_model(resolved.spec.model, resolved.sizes)
+        ranks = dims.tp * dims.pp * dims.fsdp
+        experts = sum(p.numel() for name, p in resolved.trained.tensors(model).items() if is_stack(model, name))
+        frozen, trained = resolved.base_bytes if config.lora.rank else 0, resolved.num_trained // ranks
+        return cls(
+            trained=trained,
+            experts=experts // ranks,
+            frozen_bytes=frozen // ranks,
+            state_bytes=trained * resolved.optimizer.state_bytes,
+        )
+
+
+def minimum_memory(config: Config, resolved: ResolvedRun, own: OwnParameters) -> tuple[int, int]:
+    """Return the bytes of device memory and of host memory that a rank needs for its parameters, gradients and optimizer state
+    alone. A run compares them with what is free; the planner's search adds the activations."""
+    count, frozen = own.trained, own.frozen_bytes
     optimizer, parallel, dims = config.optimizer, config.parallel, resolved.dims
     parameter = DTYPES[config.trained_dtype].itemsize
-    state = count * resolved.optimizer.state_bytes if state_bytes is None else state_bytes
     gradients = 0 if optimizer.frees_gradients else count * parameter
     accumulated = 0
     if resolved.grad_accum > 1 and not config.training.reduce_every_microbatch:
         # FSDP accumulates gradients that are neither reduced nor sharded. Without FSDP, the sum of more than two is fp32.
         sharded = shards_parameters(resolved.dims, resolved.plan, parallel)
         width = DTYPES[parallel.reduce_dtype].itemsize if sharded else 4 * (resolved.grad_accum > 2)
-        accumulated = ((count - experts) * dims.fsdp + experts * dims.efsdp) * width
+        accumulated = ((count - own.experts) * dims.fsdp + own.experts * dims.efsdp) * width
     if parallel.cpu_offload:
-        return accumulated, frozen + int(count * 2 * parameter + state)
+        return accumulated, frozen + int(count * 2 * parameter + own.state_bytes)
     if optimizer.offload == "none":
-        return frozen + int(count * parameter + state) + max(gradients, accumulated), 0
+        return frozen + int(count * parameter + own.state_bytes) + max(gradients, accumulated), 0
     copy = parameter if parameter < 4 else 0
     # The host holds an fp32 copy, the gradient, the state and a copy of the parameter.
-    on_host = int(count * (4 + parameter + copy) + state)
+    on_host = int(count * (4 + parameter + copy) + own.state_bytes)
     return frozen + count * parameter + max(gradients, accumulated), on_host
 
 
 def check_memory(config: Config, resolved: ResolvedRun, model_parts: Iterable[nn.Module], device: torch.device) -> None:
     """Raise ConfigError on all ranks if a rank has too little memory. model_parts: this rank's stages, on the meta device."""
-    count, frozen, experts, state_bytes = 0, 0, 0, 0.0
-    for part in model_parts:
-        for name, p in part.named_parameters():
-            local = to_local(p)
-            if not p.requires_grad:
-                frozen += local.nbytes
-                continue
-            count += local.numel()
-            experts += local.numel() * is_stack(part, name)
-            state_bytes += resolved.optimizer.state_bytes_of(name, local)
-    on_device, on_host = minimum_memory(config, resolved, count, frozen, experts, state_bytes)
+    on_device, on_host = minimum_memory(config, resolved, OwnParameters.of(resolved, model_parts))
     if device.type == "cpu":
         on_device, on_host = 0, on_device + on_host
     of_ranks = all_gather_objects((node_id(), on_host, memory_available(), on_device, devices.memory_free(device)))

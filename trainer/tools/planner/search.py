@@ -7,9 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from models.moe import is_stack
 from models.sizes import MixtureSizes, PartlySparseSizes
-from models.spec import meta_model
 from trainer.base.config import Config, ConfigError, compatibility
 from trainer.base.config.toml_text import toml_value
 from trainer.base.system.console import Progress, progress
@@ -18,7 +16,7 @@ from trainer.base.system.spelling import counted
 from trainer.parallel.mesh import ParallelDims
 from trainer.parallel.pipeline import stages_per_rank
 from trainer.run.resolve import ResolvedRun, resolve, resolve_model
-from trainer.run.resources import minimum_memory
+from trainer.run.resources import OwnParameters, minimum_memory
 from trainer.runtime.device import DTYPES
 from trainer.tools.planner.estimate import Hardware, RunEstimate, check_imbalance, margin_bytes, representative_ranks
 from trainer.tools.planner.roofline import OVERLAPPED_AXES, collective_s, pipeline_bubble, step_time
@@ -62,7 +60,7 @@ class Candidate:
             words.append("reduce every microbatch")
         if self.resolved.dims.pp > 1:
             words.append(config.parallel.pipeline_schedule)
-        return ", ".join(words) + " (as configured)" * (not self.settings)
+        return ", ".join(words) + ("" if self.settings else " (as configured)")
 
 
 def _powers_of_two(limit: int) -> list[int]:
@@ -194,21 +192,13 @@ def _likely_memory(candidate: Candidate, block_bytes: float) -> float:
     """Return the bytes that parameters, gradients, optimizer state, activations and receive buffers take on the first rank."""
     resolved, config = candidate.resolved, candidate.config
     dims, stages = resolved.dims, stages_per_rank(config.parallel)
-    per_rank = dims.tp * dims.pp * dims.fsdp
-    frozen = 0 if config.lora.rank is None else resolved.base_bytes
-    trained, experts = resolved.num_trained // per_rank, _num_trained_of_experts(resolved) // per_rank
-    state, _ = minimum_memory(config, resolved, trained, frozen // per_rank, experts)
+    state, _ = minimum_memory(config, resolved, OwnParameters.mean(config, resolved))
     # Warm-up microbatches of 1F1B and of interleaved 1F1B (Narayanan et al. 2021).
     in_flight = dims.pp if stages == 1 else ((stages + 1) * dims.pp - 1) / stages
     activations = block_bytes * blocks_per_rank(resolved) * min(in_flight, resolved.grad_accum)
     hidden = math.prod(resolved.hidden_shape) * DTYPES[config.training.compute_dtype].itemsize
-    received = hidden * resolved.grad_accum * (2 * stages - 1) * (dims.pp > 1)
+    received = hidden * resolved.grad_accum * (2 * stages - 1) if dims.pp > 1 else 0
     return state + activations + received
-
-
-def _num_trained_of_experts(resolved: ResolvedRun) -> int:
-    model = meta_model(resolved.spec.model, resolved.sizes)
-    return sum(p.numel() for name, p in resolved.trained.tensors(model).items() if is_stack(model, name))
 
 
 def _likely_speed(candidate: Candidate, cost: _BlockCost, hardware: Hardware) -> float:
