@@ -177,9 +177,9 @@ class Trainer:
                     result = self.evaluator.run(dataset, self.engine.forward_backward, self.watchdog.loading)
                 self.early_stopping.observe(self.state, dataset.name, result["loss"])
                 is_best = self.checkpoints.best.update(dataset.name, result["loss"])
-                weights = " (averages)" * self.config.evaluation.averaged
+                weights = " (averages)" if self.config.evaluation.averaged else ""
                 line = evaluation_line(f"{dataset.name}{weights}", result, self.evaluator.objective)
-                line += "; best so far" * is_best
+                line += "; best so far" if is_best else ""
                 console.info(f"step {self.state.step} | {line}")
                 record = {"kind": "eval", "step": self.state.step, "dataset": dataset.name} | result
                 self.metrics.log_event(record | {"evaluation_time_s": seconds()})

@@ -44,7 +44,8 @@ def as_text(estimate: RunEstimate, device: str, tokens: float | None, price: flo
     """
     training = estimate.config.training
     step = f"{counted(training.largest_batch_size, 'sample')} of {training.seq_len} tokens per step"
-    step += " (the largest batch, of which memory, traffic and step time are)" * bool(training.batch_schedule)
+    if training.batch_schedule:
+        step += " (the largest batch, of which memory, traffic and step time are)"
     lines = [
         headline(estimate, device),
         f"{step}, {counted(estimate.resolved.grad_accum, 'microbatch', plural='microbatches')} on each rank",
@@ -76,7 +77,7 @@ def _memory_lines(estimate: RunEstimate) -> list[str]:
         groups.setdefault(module.partition(".")[0] or "(other)", Counter()).update(categories)
     for group, categories in groups.items():
         large = [f"{name} {format_bytes(n)}" for name, n in categories.most_common() if n > 0.005 * largest.peak]
-        detail = f"  ({', '.join(large)})" * bool(large)
+        detail = f"  ({', '.join(large)})" if large else ""
         lines.append(f"  {group:<16}{format_bytes(categories.total()):>12}{detail}")
     return lines
 
@@ -98,7 +99,7 @@ def _time_lines(estimate: RunEstimate, tokens: float | None, price: float | None
     compute, memory, network = (
         f"{100 * e:.0f} %" for e in (FLOPS_EFFICIENCY, BANDWIDTH_EFFICIENCY, NETWORK_EFFICIENCY)
     )
-    bubble = f", bubble {100 * time.bubble:.1f} %" * (time.bubble > 0)
+    bubble = f", bubble {100 * time.bubble:.1f} %" if time.bubble > 0 else ""
     lines = [
         f"step time: {time.total_s:.3g} s, {100 * estimate.mfu:.1f} % MFU, {rate:,.0f} tokens per second "
         f"({rate / world_size:,.0f} per device), {rate * _DAY_S:,.3g} per day; bound by {time.bound}",
@@ -165,7 +166,8 @@ def _verdict_lines(estimate: RunEstimate) -> list[str]:
     accelerator, free = estimate.hardware.accelerator, estimate.free_bytes
     usable = f"{accelerator.memory_gib:.4g} GiB minus {format_bytes(estimate.hardware.reserved_bytes)} reserved"
     is_tight = 0 <= free < estimate.margin_bytes
-    lines = [_verdict(free, usable) + f"; tight: {margin_text(estimate)} should stay free" * is_tight]
+    tight = f"; tight: {margin_text(estimate)} should stay free" if is_tight else ""
+    lines = [_verdict(free, usable) + tight]
     if (is_tight or free < 0) and (flags := remedies(estimate)):
         lines.append(f"to need less memory: {' or '.join(flags)} (docs/memory.md)")
     if estimate.largest.host:
