@@ -10,7 +10,7 @@ from models.spec import saved_buffers
 from tests.training_runs import checkpoint_of, combine, in_folder, read_tensor, train
 from trainer.base.config import ExpertsConfig
 from trainer.checkpoint.storage import read_index
-from trainer.parallel.balance import Load
+from trainer.parallel.balance import ExpertLoad
 
 SPEC = MODELS["deepseek-v3"]
 SIZES = SPEC.sizes["debug"]
@@ -18,7 +18,7 @@ MODEL = ["--model.name", "deepseek-v3", "--experts.bias_rate", "0.001"]
 
 
 def load_of(model, **config):
-    return Load([model.layers], SIZES, ExpertsConfig(**config), torch.device("cpu"))
+    return ExpertLoad([model.layers], SIZES, ExpertsConfig(**config), torch.device("cpu"))
 
 
 def corrections_of(model):

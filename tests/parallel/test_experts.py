@@ -13,7 +13,7 @@ from models.sizes import DEBUG
 from tests.training_runs import full, hash_of
 from trainer.base.config import ActivationCheckpointConfig, ConfigError, ExpertsConfig, ParallelConfig
 from trainer.parallel.attention import CPU_BACKEND
-from trainer.parallel.balance import Balance, Load, apply_balance
+from trainer.parallel.balance import Balance, ExpertLoad, apply_balance
 from trainer.parallel.experts import AllToAllExchange
 from trainer.parallel.init_weights import allocate, initialize
 from trainer.parallel.mesh import Meshes, ParallelDims
@@ -138,7 +138,7 @@ def metrics_of_load():
     *_, mixture = balanced(ExpertsConfig(), [[0] * 4])
     layers = torch.nn.ModuleDict({"0": mixture, "1": MixtureOfExperts(SIZES)})
     apply_balance(layers["1"], ExpertsConfig(), Meshes(ParallelDims.from_config(ParallelConfig(), 1), CPU), CPU)
-    load = Load([layers], SIZES, ExpertsConfig(), CPU)
+    load = ExpertLoad([layers], SIZES, ExpertsConfig(), CPU)
     for layer, counts in ((0, [4, 0, 4, 0]), (1, [2, 2, 2, 2])):
         balance = layers[str(layer)].balance
         assert isinstance(balance, Balance)
