@@ -41,8 +41,8 @@ def patient(limit_s: float = 300.0) -> AbstractContextManager[object]:
 
 def wait_for_delivery(sinks: Sequence[object]) -> None:
     """Wait until every service has all records."""
-    deliveries = [sink for sink in sinks if isinstance(sink, Delivery)]
-    wait_for(lambda: all(sink.position == sink.path.stat().st_size for sink in deliveries))
+    backlogs = [sink.backlog for sink in sinks if isinstance(sink, Delivery)]
+    wait_for(lambda: all(b.position == b.path.stat().st_size and not b.line for b in backlogs))
 
 
 def train(

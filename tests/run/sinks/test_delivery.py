@@ -3,6 +3,7 @@
 import json
 import os
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,18 +12,17 @@ import torch
 from tests.run.sinks.runs import Process, logged_run, opened, patient, record, wait_for
 from trainer.run.metrics import Metrics
 from trainer.run.sinks import build_sinks
-from trainer.run.sinks.delivery import Delivery, HistoryLost
+from trainer.run.sinks.delivery import Delivery, HistoryLost, Service
 from trainer.run.sinks.local import JsonLines
 from trainer.runtime.phases import PhaseTimer
 
 
-class Memory:
+class Memory(Service):
     """A service that cannot remove single records. Its histories outlive the process."""
 
+    can_continue = True
     histories: list[list[int]]
-
-    def __init__(self, run):
-        self.state, self.can_continue, self.is_away = {}, True, False
+    is_away = False
 
     def write(self, record):
         if self.is_away:
@@ -32,10 +32,7 @@ class Memory:
             self.histories.append([])
         self.histories[self.state["id"]].append(record["step"])
 
-    def rewind(self, step):
-        self.state.clear()
-
-    def close(self):
+    def restart(self):
         pass
 
 
@@ -221,13 +218,14 @@ def test_a_history_that_the_service_has_lost_is_written_again(tmp_path, service,
     assert line.endswith("warning: Lost: the run 0 was deleted; a new history gets all records")
 
 
-def test_a_file_that_is_moved_away_is_continued_by_the_next_one(tmp_path, service):
+@pytest.mark.parametrize("rotate", [lambda path: path.rename(path.with_suffix(".1")), Path.unlink])
+def test_a_file_that_was_moved_away_or_deleted_begins_a_new_history(tmp_path, service, rotate):
+    """The new file is longer than what was delivered of the old one, so a number of bytes would not tell."""
     run = Steps(logged_run(tmp_path), service)
     run.deliver([1, 2])
-    (tmp_path / "metrics.jsonl").rename(tmp_path / "metrics.jsonl.1")
-    run.deliver()  # before the file exists again
-    run.deliver([3, 4])
-    assert service.histories == [[1, 2, 3, 4]]
+    rotate(tmp_path / "metrics.jsonl")
+    run.deliver([3, 4, 5])
+    assert service.histories == [[1, 2], [3, 4, 5]]
 
 
 def test_a_file_that_was_rewritten_is_not_taken_for_one_that_continues_it(tmp_path, service):

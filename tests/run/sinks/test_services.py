@@ -282,8 +282,7 @@ def test_an_old_history_of_wandb_that_cannot_be_tagged_is_one_warning(tmp_path, 
     pytest.importorskip("wandb")
     service = Wandb(logged_run(tmp_path, project="a/b"))  # a name that W&B refuses
     service.state["id"] = "0123"
-    service.rewind(-1)
-    assert service.state == {}
+    service.restart()
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "warning: wandb" in line]
     assert "wandb: the run 0123 did not get the tag replaced (" in line
 

@@ -125,7 +125,7 @@ def files(folder):
 
 def test_the_board_has_groups_of_curves_the_configuration_and_the_samples(tmp_path):
     board = TensorBoard(logged_run(tmp_path))
-    board.rewind(-1)
+    board.restart()
     board.write(record(1, 3.0))
     samples = [{"prompt": "def ", "text": "f(x):\n\treturn"}, {"prompt": "a", "text": ""}]
     board.write({"kind": "samples", "step": 2, "timestamp_s": 1e9, "samples": samples, "samples_time_s": 0.5})
@@ -191,7 +191,7 @@ def test_the_new_file_is_the_last_one_by_name_although_the_clock_was_set_back(tm
 
 def test_the_curves_of_a_run_whose_clock_was_set_back_do_not_go_back(tmp_path):
     board = TensorBoard(logged_run(tmp_path))
-    board.rewind(0)
+    board.restart()
     for step, time_s in enumerate((2e9, 1e9), 1):
         board.write({"kind": "train", "step": step, "loss": 1.0, "timestamp_s": time_s})
     board.close()
@@ -200,7 +200,7 @@ def test_the_curves_of_a_run_whose_clock_was_set_back_do_not_go_back(tmp_path):
 
 def test_an_event_that_does_not_fit_on_the_disk_leaves_no_damage(tmp_path):
     board = TensorBoard(logged_run(tmp_path))
-    board.rewind(0)
+    board.restart()
     board.write(record(1, 1.0))
     size = files(tmp_path)[0].stat().st_size
     unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -1,4 +1,4 @@
-"""Services for experiments. Each class is a `Service` of a `Delivery`: it writes at once, and raises if it cannot."""
+"""Services for experiments, for a `Delivery`."""
 
 import html
 import importlib.metadata
@@ -6,19 +6,15 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from trainer.base.config import ConfigError, MetricsConfig
 from trainer.base.system import console
-from trainer.run.sinks.delivery import HistoryLost, first_line
-from trainer.run.sinks.sink import LoggedRun, scalars, texts, timestamp_s
+from trainer.run.sinks.delivery import HistoryLost, Service, first_line
+from trainer.run.sinks.sink import scalars, texts, timestamp_s
 
 _UNUSABLE_RUN = ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE")
 """Error codes of MLflow for a run that is unknown, deleted, or whose id has the form of another server."""
-
-
 _NO_KEY = "no API key: run `wandb login`, or set WANDB_API_KEY or WANDB_MODE=offline"
 _MLFLOW_SCHEMES = {
     *("http", "https", "file", "databricks", "databricks-uc", "uc"),
@@ -34,12 +30,11 @@ def require_access(metrics: MetricsConfig) -> None:
     scheme = re.match(r"([\w-]+)(?:\+\w+)?:", uri)
     plugins = (plugin.name for plugin in importlib.metadata.entry_points(group="mlflow.tracking_store"))
     if "mlflow" in metrics.sinks and scheme and scheme[1] not in {*_MLFLOW_SCHEMES, *plugins}:
-        message = (
-            f"{scheme[1]}: is no scheme that MLflow knows; expected http://, https:// or a database such as sqlite:///"
+        key, origin = (
+            ("metrics.mlflow_tracking_uri", "") if metrics.mlflow_tracking_uri else ("", f"MLFLOW_TRACKING_URI={uri}: ")
         )
-        if not metrics.mlflow_tracking_uri:
-            raise ConfigError("", f"MLFLOW_TRACKING_URI={uri}: {message}")
-        raise ConfigError("metrics.mlflow_tracking_uri", message)
+        message = "is no scheme that MLflow knows; expected http://, https:// or a database such as sqlite:///"
+        raise ConfigError(key, f"{origin}{scheme[1]}: {message}")
 
 
 def _may_log_in() -> bool:
@@ -50,46 +45,35 @@ def _may_log_in() -> bool:
     return setup.settings.mode != "online" or bool(wandb.login(prompt=False, verify=False))
 
 
-class Wandb:
+class Wandb(Service):
     """A run of Weights & Biases. The package's environment variables apply, such as WANDB_MODE=offline and WANDB_API_KEY.
 
     Steps of W&B only grow, so the project's step is a metric beside them, and the x axis of every curve.
     """
 
-    def __init__(self, run: LoggedRun):
-        self.run, self.state, self.history = run, {}, None
-        self.can_continue = False
-
     def write(self, record: dict[str, Any]) -> None:
-        if self.history is None:
-            self.history = self._open(self.run.metrics.tags)
-        shown = {name: _wandb_text(text) for name, text in texts(record).items()}
+        import wandb
+
+        self.history = self.history or self._open()
+        shown = {
+            name: wandb.Html(f"<pre>{html.escape(text)}</pre>", inject=False) for name, text in texts(record).items()
+        }
         self.history.log({"step": record["step"], "time": timestamp_s(record), **scalars(record), **shown})
 
-    def rewind(self, step: int) -> None:
-        """Begin a run with a new id. An old one that was written offline is deleted; any other gets the tag "replaced"."""
+    def restart(self) -> None:
+        """Delete a run that was written offline; give any other the tag "replaced". The next one has another id."""
         self.close()
-        if "id" in self.state:
-            offline = list(self.run.folder.glob(f"wandb/offline-run-*-{self.state['id']}"))
-            for folder in offline:
-                shutil.rmtree(folder)
-            if not offline:
-                self._tag_replaced()
-        self.state.clear()
+        offline = list(self.run.folder.glob(f"wandb/offline-run-*-{self.state['id']}")) if self.state else []
+        for folder in offline:
+            shutil.rmtree(folder)
+        if self.state and not offline:
+            try:
+                self._open("replaced").finish()
+            except Exception as error:  # the package raises many types, and the new run does not depend on the old one
+                message = f"the run {self.state['id']} did not get the tag replaced ({first_line(error)})"
+                console.warning(f"wandb: {message}")
 
-    def close(self) -> None:
-        if self.history is not None:
-            self.history.finish()
-        self.history = None
-
-    def _tag_replaced(self) -> None:
-        """Tag the old run if it is still there. The new one does not depend on it."""
-        try:
-            self._open((*self.run.metrics.tags, "replaced")).finish()
-        except Exception as error:  # the package raises many types
-            console.warning(f"wandb: the run {self.state['id']} did not get the tag replaced ({first_line(error)})")
-
-    def _open(self, tags: tuple[str, ...]) -> Any:
+    def _open(self, *tags: str) -> Any:
         import wandb
 
         metrics = self.run.metrics
@@ -101,7 +85,7 @@ class Wandb:
                 entity=metrics.entity or None,
                 name=self.run.title,
                 notes=metrics.notes or None,
-                tags=tags,
+                tags=(*metrics.tags, *tags),
                 id=self.state.setdefault("id", uuid.uuid4().hex),
                 resume="allow",
                 dir=self.run.folder,
@@ -119,52 +103,36 @@ class Wandb:
         return history
 
 
-def _wandb_text(text: str) -> Any:
-    import wandb
-
-    return wandb.Html(f"<pre>{html.escape(text)}</pre>", inject=False)
-
-
-class MLflow:
-    """A run of MLflow, on a tracking server or in a database."""
+class MLflow(Service):
+    """A run of MLflow, on a tracking server or in a database. `history` is the client."""
 
     can_continue = True
-
-    def __init__(self, run: LoggedRun):
-        self.run, self.state, self.client = run, {}, None
 
     def write(self, record: dict[str, Any]) -> None:
         from mlflow.entities import Metric, RunTag
 
-        if self.client is None:
-            self._open()
         # If a request is repeated, because its answer was lost, the server recognizes values of the same time.
         time_ms = int(1000 * timestamp_s(record))
         values = [Metric(key, value, time_ms, record["step"]) for key, value in scalars(record).items()]
         # Tags, because a run's files may belong to a folder that does not exist here. They show the newest texts.
-        newest = {name: f"step {record['step']}, {text}"[:5000] for name, text in texts(record).items()}
-        tags = [RunTag(name, text) for name, text in newest.items()]
-        with self._history(self.client):
-            self.client.log_batch(self.state["id"], metrics=values, tags=tags)
+        tags = [RunTag(name, f"step {record['step']}, {text}"[:5000]) for name, text in texts(record).items()]
+        self._change_run("log_batch", metrics=values, tags=tags)
 
-    def rewind(self, step: int) -> None:
-        """Begin another run, and mark the old one as deleted: values of a run cannot be removed."""
-        from mlflow.exceptions import MlflowException
-
-        if "id" in self.state:
-            try:
-                self._connect().delete_run(self.state["id"])
-            except MlflowException as error:
-                if error.error_code not in _UNUSABLE_RUN:
-                    raise
-        self.state.clear()
-        self.client = None
+    def restart(self) -> None:
+        """Mark the run as deleted: its values cannot be removed."""
+        self.history = None
+        if self._is_active(client := self._connect()):
+            client.delete_run(self.state["id"])
 
     def close(self) -> None:
-        if self.client is not None:
-            with self._history(self.client):
-                self.client.set_terminated(self.state["id"])
-        self.client = None
+        if self.state:
+            self._change_run("set_terminated")
+
+    def _change_run(self, request: str, **content: Any) -> None:
+        """Send a request about the run. After an error, the next one opens the run again, and finds out if it is deleted."""
+        client, self.history = self.history or self._open(), None
+        getattr(client, request)(self.state["id"], **content)
+        self.history = client
 
     def _connect(self) -> Any:
         # Otherwise a request to a server that is away lasts for minutes. The Delivery repeats it.
@@ -174,92 +142,69 @@ class MLflow:
 
         return MlflowClient(self.run.metrics.mlflow_tracking_uri or None)
 
-    def _open(self) -> None:
+    def _is_active(self, client: Any) -> bool:
+        """Return whether the run is neither deleted nor, on another server, unknown."""
+        from mlflow.exceptions import MlflowException
+
+        try:
+            return bool(self.state) and client.get_run(self.state["id"]).info.lifecycle_stage == "active"
+        except MlflowException as error:
+            if error.error_code not in _UNUSABLE_RUN:
+                raise
+            return False
+
+    def _open(self) -> Any:
         client, metrics = self._connect(), self.run.metrics
-        if "id" not in self.state:
+        if not self.state:
             experiment = client.get_experiment_by_name(metrics.project)
             experiment_id = experiment.experiment_id if experiment else client.create_experiment(metrics.project)
             tags = {**dict.fromkeys(metrics.tags, "true"), "mlflow.note.content": metrics.notes}
             self.state["id"] = client.create_run(experiment_id, run_name=self.run.title, tags=tags).info.run_id
+        elif self._is_active(client):
+            client.update_run(self.state["id"], status="RUNNING")
         else:
-            with self._history(client):
-                client.update_run(self.state["id"], status="RUNNING")
+            raise HistoryLost(f"the run {self.state['id']} is deleted or unknown")
         self._describe(client)
-        self.client = client
-
-    @contextmanager
-    def _history(self, client: Any) -> Iterator[None]:
-        """Context manager of a request that changes the run. Raises HistoryLost if it failed because the run is deleted or, on
-        another server, unknown."""
-        from mlflow.exceptions import MlflowException
-
-        try:
-            yield
-        except MlflowException as error:
-            if error.error_code in _UNUSABLE_RUN and not self._is_active(client):
-                raise HistoryLost(f"the run {self.state['id']} is deleted or unknown") from error
-            raise
-
-    def _is_active(self, client: Any) -> bool:
-        from mlflow.exceptions import MlflowException
-
-        try:
-            return client.get_run(self.state["id"]).info.lifecycle_stage == "active"
-        except MlflowException as error:
-            if error.error_code in _UNUSABLE_RUN:
-                return False
-            raise
+        return client
 
     def _describe(self, client: Any) -> None:
         """Write the configuration and the environment as parameters. A parameter cannot change: a new value becomes a tag."""
         from mlflow.entities import Param, RunTag
 
         old = client.get_run(self.state["id"]).data.params
-        new = {key[:250]: str(value)[:6000] for key, value in _flat(self.run.description()).items()}  # MLflow's limits
-        added = [Param(key, value) for key, value in new.items() if key not in old]
-        changed = [RunTag(key, value) for key, value in new.items() if old.get(key, value) != value]
-        for start in range(0, len(added), 100):  # the limit of a request
-            client.log_batch(self.state["id"], params=added[start : start + 100])
-        for start in range(0, len(changed), 100):
-            client.log_batch(self.state["id"], tags=changed[start : start + 100])
+        new = list(_flat(self.run.description()).items())
+        for start in range(0, len(new), 100):  # MLflow's limits: of a request, and below of a name and a text
+            part = [(key[:250], str(value)[:6000]) for key, value in new[start : start + 100]]
+            added = [Param(key, value) for key, value in part if key not in old]
+            changed = [RunTag(key, value) for key, value in part if old.get(key, value) != value]
+            client.log_batch(self.state["id"], params=added, tags=changed)
 
 
-class Trackio:
+class Trackio(Service):
     """A run of Trackio, in its local database. Its environment variables apply: with TRACKIO_SPACE_ID or TRACKIO_SERVER_URL, it
-    writes elsewhere."""
-
-    can_continue = False  # Trackio finds a run by its name, which another run folder may have given too
-
-    def __init__(self, run: LoggedRun):
-        self.run, self.state, self.history = run, {}, None
+    writes elsewhere. It cannot be continued: Trackio finds a run by its name, which another run folder may have given too."""
 
     def write(self, record: dict[str, Any]) -> None:
-        if self.history is None:
-            self._open()
-        shown = {name: _trackio_text(text) for name, text in texts(record).items()}
+        import trackio
+
+        self.history = self.history or self._open()
+        shown = {name: trackio.Markdown(text) for name, text in texts(record).items()}
         self.history.log(scalars(record) | shown, step=record["step"])
 
-    def rewind(self, step: int) -> None:
+    def restart(self) -> None:
         """Delete the run. The next one has the same name."""
         import trackio
 
         self.close()
-        if "id" in self.state:
-            for old in trackio.Api().runs(self.run.metrics.project):
-                if old.id == self.state["id"]:
-                    old.delete()
-        self.state.clear()
+        for old in trackio.Api().runs(self.run.metrics.project) if self.state else ():
+            if old.id == self.state["id"]:
+                old.delete()
 
-    def close(self) -> None:
-        if self.history is not None:
-            self.history.finish()
-        self.history = None
-
-    def _open(self) -> None:
+    def _open(self) -> Any:
         import trackio
 
         metrics = self.run.metrics
-        self.history = trackio.init(
+        history = trackio.init(
             metrics.project,
             self.run.title,
             config=self.run.description() | {"tags": list(metrics.tags), "notes": metrics.notes},
@@ -268,13 +213,8 @@ class Trackio:
             auto_log_gpu=False,
             embed=False,
         )
-        self.state["id"] = self.history.id
-
-
-def _trackio_text(text: str) -> Any:
-    import trackio
-
-    return trackio.Markdown(text)
+        self.state["id"] = history.id
+        return history
 
 
 def _flat(table: dict[str, Any]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from trainer.base.system.files import is_moved
+from trainer.run.sinks.delivery import Service
 from trainer.run.sinks.sink import LoggedRun, code_block, scalars, texts, timestamp_s
 
 CHARTS = {
@@ -29,7 +30,7 @@ CHARTS = {
 """Group in TensorBoard's tab Custom Scalars -> chart -> regular expressions of its curves."""
 
 
-class TensorBoard:
+class TensorBoard(Service):
     """The only event file of a run that is not empty. It contains only steps that the run has kept, because TensorBoard's readers
     differ in what they hide: the default one shows a value of a repeated step until its tag gets a new value.
 
@@ -40,10 +41,10 @@ class TensorBoard:
     can_continue = True
 
     def __init__(self, run: LoggedRun):
+        super().__init__(run)  # the state is the time of the last record
         self.folder = run.folder / "tb"
         self.config = run.folder / "config.toml"
         self.is_described = False
-        self.state: dict[str, Any] = {}  # the time of the last record
         self.file: BinaryIO | None = None
 
     def write(self, record: dict[str, Any]) -> None:
@@ -62,12 +63,11 @@ class TensorBoard:
         for tag, text in texts(record).items():
             self._append_tensor("text", tag, text.encode(), record["step"])
 
-    def rewind(self, step: int) -> None:
+    def restart(self) -> None:
         """Begin a file without records, and empty the others. If they were deleted, a running TensorBoard would wait for them."""
         from tensorboard.compat.proto.event_pb2 import SessionLog
 
         self.close()
-        self.state.clear()
         self.folder.mkdir(exist_ok=True)
         old = self._files()
         self._begin(old, session_log=SessionLog(status=SessionLog.START))  # a running TensorBoard forgets the others
