@@ -6,7 +6,7 @@ import pytest
 
 from tests.training_runs import checkpoint_of, combine, error_line, in_folder, largest_deviation, records, train
 
-MUON = ["--optimizer.name", "muon", "--optimizer.lr", "0.01", "--optimizer.groups.*.wo.weight", "lr=0.5"]
+MUON = ["--optimizer.name", "muon", "--optimizer.lr", "0.01", "--optimizer.groups.*.wo.weight", "{ lr = 0.5 }"]
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def test_a_run_with_muon_resumes_on_other_layouts(ranks, tiny, trained, interrup
 
 
 def test_rates_and_decays_of_groups_may_change_when_a_run_resumes(ranks, tiny, trained, interrupted):
-    changed = combine([*MUON[:4], "--optimizer.groups.*.wo.weight", "lr=0.1 decay=0", *in_folder(interrupted)])
+    changed = combine([*MUON[:4], "--optimizer.groups.*.wo.weight", "{ lr = 0.1, decay = 0 }", *in_folder(interrupted)])
     resumed = ranks(2).run(train, [*tiny, *changed])
     assert [r["step"] for r in records(interrupted)] == [1, 2, 3, 4]
     assert [r.weights for r in resumed] != [r.weights for r in trained[1]]
@@ -47,7 +47,7 @@ def test_rates_and_decays_of_groups_may_change_when_a_run_resumes(ranks, tiny, t
 
 def test_the_rule_of_a_parameter_may_not_change_when_a_run_resumes(ranks, tiny, interrupted):
     argv = [*tiny, *MUON[:4], *in_folder(interrupted)]
-    (line, _) = ranks(2).run(error_line, [*argv, "--optimizer.groups.*.wo.weight", "optimizer=adamw"])
+    (line, _) = ranks(2).run(error_line, [*argv, "--optimizer.groups.*.wo.weight", '{ optimizer = "adamw" }'])
     key, names = (
         "number of matrices that [optimizer] groups gives to adamw",
         "layers.0.attention.wo.weight (ba0bd62e762676a0)",

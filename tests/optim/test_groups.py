@@ -5,6 +5,8 @@ import torch
 
 from trainer.base.config import ConfigError, OptimizerConfig
 from trainer.base.config.load import load_config
+from trainer.base.config.render import to_toml
+from trainer.base.config.toml_text import toml_value
 from trainer.optim.groups import resolve_groups
 from trainer.optim.optimizer import optimizer_class
 from trainer.run.notes import width_transfer
@@ -14,8 +16,9 @@ DEBUG = ["--data.dataset", "python_stdlib"]
 
 
 def groups_of(groups, *argv):
-    """Return (pattern, lr, decay, names) of each group of a debug model."""
-    flags = [word for pattern, text in groups.items() for word in (f"--optimizer.groups.{pattern}", text)]
+    """Return (pattern, lr, decay, names) of each group of a debug model. groups: pattern -> options, or their text."""
+    texts = {p: options if isinstance(options, str) else toml_value(options) for p, options in groups.items()}
+    flags = [word for pattern, text in texts.items() for word in (f"--optimizer.groups.{pattern}", text)]
     return [
         (g.pattern, g.lr, g.weight_decay, g.names)
         for g in resolve(load_config([*DEBUG, *flags, *argv]), 1).optimizer.groups
@@ -36,7 +39,7 @@ def test_stacked_biases_of_experts_do_not_decay():
 
 
 def test_the_first_matching_pattern_counts_and_every_parameter_is_in_one_group():
-    patterns = {"*.wo.weight": "lr=2", "layers.0.*": "lr=0.5 decay=0.3", "*": "lr=3 decay=0"}
+    patterns = {"*.wo.weight": {"lr": 2}, "layers.0.*": {"lr": 0.5, "decay": 0.3}, "*": {"lr": 3, "decay": 0}}
     found = groups_of(patterns, "--model.overrides.n_layers", "2")
     names = [name for *_, names in found for name in names]
     assert sorted(names) == sorted(resolve(load_config([*DEBUG, "--model.overrides.n_layers", "2"]), 1).saved_names)
@@ -47,11 +50,11 @@ def test_the_first_matching_pattern_counts_and_every_parameter_is_in_one_group()
 
 def test_a_shared_parameter_is_in_one_group_and_its_second_name_is_an_error():
     tied = ["--model.overrides.tied_embeddings", "true"]
-    found = groups_of({"tok_embeddings.*": "lr=0.3"}, *tied)
+    found = groups_of({"tok_embeddings.*": {"lr": 0.3}}, *tied)
     assert found[0] == ("tok_embeddings.*", 0.3, 0.1, ("tok_embeddings.weight",))
     assert not any("output.weight" in names for *_, names in found)
     with pytest.raises(ConfigError, match=r"matches no trained parameter: output.weight is tok_embeddings.weight"):
-        groups_of({"output.*": "lr=0.3"}, *tied)
+        groups_of({"output.*": {"lr": 0.3}}, *tied)
 
 
 MUON = ["--optimizer.name", "muon"]
@@ -59,45 +62,81 @@ LORA = ["--lora.rank", "4", "--checkpoint.init_from", "."]
 
 
 def test_lora_plus_is_a_group(hf_model):
-    found = groups_of({"*.lora_b": "lr=16"}, *LORA)
+    found = groups_of({"*.lora_b": {"lr": 16}}, *LORA)
     assert found[0][1:3] == (16.0, 0.1) and all(name.endswith("lora_b") for name in found[0][3])
     assert found[1][1] == 1.0 and all(name.endswith("lora_a") for name in found[1][3])
 
 
-EXPECTED = "expected lr=FACTOR, decay=NUMBER or optimizer=NAME, separated by spaces"
+EXPECTED = "expected a table with one or more of lr, decay, optimizer"
 WRONG = {
-    ("nrm.weight", "lr=2"): "nrm.weight matches no trained parameter; did you mean 'norm.weight'?",
-    ("nothing", "lr=2"): "nothing matches no trained parameter",
-    ("*", ""): EXPECTED,
-    ("*", "2"): f"2: {EXPECTED}",
-    ("*", "lrr=2"): f"lrr=2: {EXPECTED}; did you mean 'lr'?",
-    ("*", "lr=2 lr=3"): "lr is given twice",
-    ("*", "lr=fast"): "lr=fast: expected a number from 1e-06 to 1e+06",
-    ("*", "lr=0"): "lr=0: expected a number from 1e-06 to 1e+06",
-    ("*", "lr=nan"): "lr=nan: expected a number from 1e-06 to 1e+06",
-    ("*", "decay=-1"): "decay=-1: expected a number from 0 to 1000",
-    ("*", "optimizer=adam"): "optimizer=adam: expected one of adamw, muon; did you mean 'adamw'?",
+    "": EXPECTED,
+    "2": EXPECTED,
+    "{}": EXPECTED,
+    "{ lr = 2, lr = 3 }": EXPECTED,
+    "{ lr = 2 } and": EXPECTED,
+    "lr=2 lr=3": EXPECTED,
+    "{ lrr = 2 }": "lrr: expected one of lr, decay, optimizer; did you mean 'lr'?",
+    "lrr=2": "lrr: expected one of lr, decay, optimizer; did you mean 'lr'?",
+    "{ lr = 'fast' }": 'lr = "fast": expected a number',
+    "lr=fast": 'lr = "fast": expected a number',
+    "{ lr = 0 }": "lr = 0: must be at least 1e-06",
+    "{ lr = nan }": "lr = nan: must be finite",
+    "{ lr = 1e7 }": "lr = 10000000.0: must be at most 1000000.0",
+    "{ decay = -1 }": "decay = -1: must be at least 0",
+    "{ optimizer = 'adam' }": "optimizer = \"adam\": expected one of adamw, muon; did you mean 'adamw'?",
 }
 
 
-@pytest.mark.parametrize(("pattern", "text"), WRONG)
-def test_wrong_options_are_one_line(pattern, text):
+@pytest.mark.parametrize("text", WRONG)
+def test_wrong_options_are_one_line(text, capsys):
     with pytest.raises(ConfigError) as failure:
-        groups_of({pattern: text})
-    assert str(failure.value).startswith(f"optimizer.groups.{pattern}: {WRONG[pattern, text]}")
+        groups_of({"*": text})
+    assert str(failure.value) == f"--optimizer.groups.* {text}: {WRONG[text]}"
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("pattern, hint", {"nrm.weight": "; did you mean 'norm.weight'?", "nothing": ""}.items())
+def test_a_pattern_that_matches_nothing_is_an_error(pattern, hint):
+    with pytest.raises(ConfigError) as failure:
+        groups_of({pattern: {"lr": 2}})
+    assert str(failure.value) == f"optimizer.groups.{pattern}: {pattern} matches no trained parameter{hint}"
+
+
+OLD = {
+    "lr=0.3 decay=0": "{ lr = 0.3, decay = 0.0 }",
+    " decay=1e-2  lr=.5": "{ decay = 0.01, lr = 0.5 }",
+    "optimizer=adamw": '{ optimizer = "adamw" }',
+}
+
+
+@pytest.mark.parametrize("old", OLD)
+def test_the_text_of_earlier_versions_is_read_with_a_warning(tmp_path, capsys, old):
+    """Also in the config.toml of a run: what is written then is the table, and is read without a warning."""
+    path, argv = tmp_path / "config.toml", ["--config", str(tmp_path / "config.toml")]
+    path.write_text(
+        f'[data]\ndataset = "python_stdlib"\n[optimizer]\nname = "muon"\ngroups = {{ "*.wo.weight" = "{old}" }}\n'
+    )
+    config = load_config(argv)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith(f'warning: "{old}" is the form of the version before; write {OLD[old]}')
+    path.write_text(to_toml(config))
+    assert f'groups = {{ "*.wo.weight" = {OLD[old]} }}' in path.read_text()
+    again = load_config(argv)
+    assert (again, capsys.readouterr().err) == (config, "")
+    assert resolve(again, 1).optimizer.groups == resolve(config, 1).optimizer.groups
 
 
 def test_a_pattern_that_has_no_effect_is_an_error():
     with pytest.raises(ConfigError, match=r"has no effect: earlier patterns select all .*, such as \* tok_embeddings"):
-        groups_of({"*": "lr=2", "tok_embeddings.*": "lr=0.3"})
+        groups_of({"*": {"lr": 2}, "tok_embeddings.*": {"lr": 0.3}})
 
 
 WITHOUT_EFFECT = {
-    ("*.wo.weight", "lr=0.5 optimizer=adamw", ""): (
-        "optimizer.groups.*.wo.weight: optimizer=adamw has no effect: it updates these parameters anyway"
+    ("*.wo.weight", '{ lr = 0.5, optimizer = "adamw" }', ""): (
+        "optimizer.groups.*.wo.weight: optimizer = adamw has no effect: it updates these parameters anyway"
     ),
-    ("output.*", "optimizer=adamw", "--optimizer.name muon"): (
-        "optimizer.groups.output.*: optimizer=adamw has no effect: it updates these parameters anyway"
+    ("output.*", '{ optimizer = "adamw" }', "--optimizer.name muon"): (
+        "optimizer.groups.output.*: optimizer = adamw has no effect: it updates these parameters anyway"
     ),
 }
 
@@ -120,12 +159,12 @@ def test_memory_is_counted_by_the_rule_of_each_parameter():
 
 def test_a_pattern_of_frozen_parameters_is_an_error():
     with pytest.raises(ConfigError, match=r"matches no trained parameter: tok_embeddings.weight is frozen"):
-        groups_of({"tok_embeddings.*": "lr=0.3"}, *LORA)
+        groups_of({"tok_embeddings.*": {"lr": 0.3}}, *LORA)
 
 
 def test_cautious_decay_may_be_that_of_one_group():
     cautious = ["--optimizer.cautious_decay", "true", "--optimizer.weight_decay", "0"]
-    argv = [*DEBUG, *cautious, "--optimizer.groups.*.wo.weight", "decay=0.1"]
+    argv = [*DEBUG, *cautious, "--optimizer.groups.*.wo.weight", "{ decay = 0.1 }"]
     assert resolve(load_config(argv), 1).optimizer.groups[0].weight_decay == 0.1
 
 
@@ -148,13 +187,14 @@ def test_muon_updates_the_matrices_of_the_blocks_and_of_experts_only():
 
 def test_a_group_may_return_a_matrix_to_adamw_but_not_give_another_parameter_to_muon():
     assert (
-        rules_of(*MUON, "--optimizer.groups.*.wo.weight", "optimizer=adamw")["layers.0.attention.wo.weight"] == "adamw"
+        rules_of(*MUON, "--optimizer.groups.*.wo.weight", '{ optimizer = "adamw" }')["layers.0.attention.wo.weight"]
+        == "adamw"
     )
-    message = "optimizer=muon: tok_embeddings.weight is no matrix of a linear module in the blocks, or of experts"
+    message = "optimizer = muon: tok_embeddings.weight is no matrix of a linear module in the blocks, or of experts"
     with pytest.raises(ConfigError, match=message):
-        rules_of(*MUON, "--optimizer.groups.tok_embeddings.*", "optimizer=muon")
-    with pytest.raises(ConfigError, match=r"optimizer=muon: needs .optimizer. name = muon"):
-        rules_of("--optimizer.groups.layers.*", "optimizer=muon")
+        rules_of(*MUON, "--optimizer.groups.tok_embeddings.*", '{ optimizer = "muon" }')
+    with pytest.raises(ConfigError, match=r": needs .optimizer. name = muon"):
+        rules_of("--optimizer.groups.layers.*", '{ optimizer = "muon" }')
 
 
 def test_muon_has_a_rate_of_its_own():
@@ -180,7 +220,7 @@ WIDTHS = {
     "--optimizer.name muon": {**ADAMW, "hidden": (0.5, 0.2)},
     "--optimizer.name muon --optimizer.muon_scale original": {**ADAMW, "hidden": (1.0, 0.1)},
     "--optimizer.name muon --optimizer.muon_scale unit_rms --optimizer.muon_lr 6e-3": {**ADAMW, "hidden": (2.0, 0.1)},
-    "--optimizer.groups.*.wq.weight lr=3 --optimizer.groups.output.* decay=0.3": {
+    "--optimizer.groups.*.wq.weight {lr=3} --optimizer.groups.output.* {decay=0.3}": {
         **{**ADAMW, "output": (0.25, 1.2)},
         "hidden": (0.75, 0.4),
     },
@@ -234,7 +274,7 @@ PLACEMENTS = [
 def one_step(placement):
     """Return by how much one step changes each parameter, all of which have the same values and gradients."""
     parameters = {name: torch.nn.Parameter(torch.ones(2, 256)) for name in ("a", "b", "c")}
-    options = {"a": "lr=0.5 decay=0", "b": "decay=0.25"}
+    options = {"a": {"lr": 0.5, "decay": 0.0}, "b": {"decay": 0.25}}
     config = OptimizerConfig(groups=options, weight_decay=0.5, **placement)
     optimizer = optimizer_class(config)(parameters, config, resolve_groups(config, parameters), 1)
     optimizer.start_step(0.1)

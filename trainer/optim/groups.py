@@ -1,21 +1,16 @@
 """Parameter groups: the rule that updates each parameter, its learning rate and its weight decay."""
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from torch import Tensor
 
-from trainer.base.config import ConfigError, OptimizerConfig
+from trainer.base.config import ConfigError, GroupOptions, OptimizerConfig
 from trainer.base.config.fields import matching
-from trainer.base.system.spelling import counted, did_you_mean
+from trainer.base.system.spelling import counted
 from trainer.optim.rules import RULES
-
-_EXPECTED = "expected lr=FACTOR, decay=NUMBER or optimizer=NAME, separated by spaces"
-_OTHER_NAMES = {"weight_decay": "decay", "wd": "decay", "learning_rate": "lr", "rule": "optimizer"}
-_LIMITS = {"lr": (1e-6, 1e6), "decay": (0.0, 1e3)}
-"""Option with a number -> its smallest and its largest value."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,20 +64,19 @@ def resolve_groups(
         width_ratio: Width at which rates were tuned, divided by that of the model.
 
     Raises:
-        ConfigError: Options are wrong or have no effect, or a pattern selects no parameter.
+        ConfigError: Options have no effect, or a pattern selects no parameter.
     """
-    options = {pattern: _options(config, pattern, text) for pattern, text in config.groups.items()}
-    chosen = {name: next((p for p in options if fnmatchcase(name, p)), "") for name in trained}
-    for pattern in options:
-        _require_effect(pattern, chosen, others)
+    chosen = {name: next((p for p in config.groups if fnmatchcase(name, p)), "") for name in trained}
+    for pattern in config.groups:
+        _require_effect(config, pattern, chosen, matrices, others)
     members: dict[tuple[str, str, float, float, float], list[str]] = {}
     for name, parameter in trained.items():
-        given = options.get(chosen[name], {})
+        given: GroupOptions = config.groups.get(chosen[name], {})
         is_matrix = parameter.dim() >= 2 and name not in biases
         decay = given.get("decay", config.weight_decay if is_matrix else 0.0)
         rule = given.get("optimizer", config.name if name in matrices else "adamw")
         if rule == "muon" and name not in matrices:
-            message = f"optimizer=muon: {name} is no matrix of a linear module in the blocks, or of experts"
+            message = f"optimizer = muon: {name} is no matrix of a linear module in the blocks, or of experts"
             raise ConfigError(f"optimizer.groups.{chosen[name]}", message)
         lr = given.get("lr", 1.0) * (config.muon_lr / config.lr if rule == "muon" and config.muon_lr else 1.0)
         width = width_ratio ** RULES[rule].width_powers(config).get(kinds.get(name, ""), 0.0)
@@ -90,8 +84,7 @@ def resolve_groups(
         if not (math.isfinite(lr * width) and math.isfinite(decay / width)):
             raise ConfigError("optimizer.lr", f"the rate or the weight decay of {name} would be infinite")
         members.setdefault(key, []).append(name)
-    _require_effects(config, options, chosen, matrices, members)
-    order = [*options, ""]
+    order = [*config.groups, ""]
     return tuple(
         Group(
             pattern=pattern,
@@ -108,82 +101,31 @@ def resolve_groups(
     )
 
 
-def _require_effects(
+def _require_effect(
     config: OptimizerConfig,
-    options: Mapping[str, Mapping],
+    pattern: str,
     chosen: Mapping[str, str],
     matrices: Collection[str],
-    members: Iterable[tuple[str, str, float, float, float]],
+    others: Mapping[str, str],
 ) -> None:
-    """Raise ConfigError if a setting or an option has no effect.
+    """Raise ConfigError if a pattern selects no parameter, or if its rule is that of its parameters anyway.
 
     Args:
         config: See resolve_groups.
-        options: Pattern -> its options.
-        chosen: Name of each trained parameter -> the pattern that selects it.
-        matrices: See resolve_groups.
-        members: Pattern, rule, rate, factor of the width and decay of each group.
-    """
-    for pattern, given in options.items():
-        defaults = {config.name if name in matrices else "adamw" for name, own in chosen.items() if own == pattern}
-        if given.get("optimizer") is not None and defaults == {given["optimizer"]}:
-            message = f"optimizer={given['optimizer']} has no effect: it updates these parameters anyway"
-            raise ConfigError(f"optimizer.groups.{pattern}", message)
-
-
-def _require_effect(pattern: str, chosen: Mapping[str, str], others: Mapping[str, str]) -> None:
-    """Raise ConfigError if a pattern selects no parameter.
-
-    Args:
         pattern: A pattern of [optimizer] groups.
         chosen: Name of each trained parameter -> the pattern that selects it.
+        matrices: See resolve_groups.
         others: See resolve_groups.
     """
-    if pattern in chosen.values():
+    key, selected = f"optimizer.groups.{pattern}", [name for name, own in chosen.items() if own == pattern]
+    if selected:
+        rule = config.groups[pattern].get("optimizer")
+        if {config.name if name in matrices else "adamw" for name in selected} == {rule}:
+            raise ConfigError(key, f"optimizer = {rule} has no effect: it updates these parameters anyway")
         return
-    key = f"optimizer.groups.{pattern}"
     if earlier := {first: name for name, first in chosen.items() if fnmatchcase(name, pattern)}:
         first, name = next(iter(earlier.items()))
         raise ConfigError(key, f"has no effect: earlier patterns select all of its parameters, such as {first} {name}")
     if name := next((name for name in others if fnmatchcase(name, pattern)), ""):
         raise ConfigError(key, f"matches no trained parameter: {name} {others[name]}")
     matching(key, (pattern,), chosen, "trained parameter")
-
-
-def _options(config: OptimizerConfig, pattern: str, text: str) -> dict:
-    """Parse the options of a pattern: option -> value. Raises ConfigError."""
-    key = f"optimizer.groups.{pattern}"
-    words = text.split()
-    if not words:
-        raise ConfigError(key, _EXPECTED)
-    options: dict[str, float | str] = {}
-    for word in words:
-        name, equals, value = word.partition("=")
-        if not equals or name not in (*_LIMITS, "optimizer"):
-            hint = (
-                ""
-                if name in (*_LIMITS, "optimizer")
-                else did_you_mean(_OTHER_NAMES.get(name, name), [*_LIMITS, "optimizer"])
-            )
-            raise ConfigError(key, f"{word}: {_EXPECTED}{hint}")
-        if name in options:
-            raise ConfigError(key, f"{name} is given twice")
-        options[name] = _rule(key, value) if name == "optimizer" else _number(key, name, value)
-    return options
-
-
-def _rule(key: str, value: str) -> str:
-    if value not in RULES:
-        raise ConfigError(key, f"optimizer={value}: expected one of {', '.join(RULES)}{did_you_mean(value, RULES)}")
-    return value
-
-
-def _number(key: str, name: str, value: str) -> float:
-    low, high = _LIMITS[name]
-    try:
-        number = float(value)
-    except ValueError:
-        number = float("nan")
-    if not low <= number <= high:
-        raise ConfigError(key, f"{name}={value}: expected a number from {low:g} to {high:g}")
-    return number

@@ -446,13 +446,13 @@ CASES = {
         "--optimizer.name muon: is incompatible with [lora] rank: nobody has shown a gain on adapters",
     ),
     "[optimizer] name = muon needs a matrix that no group gives to adamw": Case(
-        "--optimizer.name muon --optimizer.groups.layers.* optimizer=adamw",
+        '--optimizer.name muon --optimizer.groups.layers.* {optimizer="adamw"}',
         "--optimizer.name muon: needs a matrix that no group gives to adamw: it would update nothing",
         ranks=1,
     ),
-    "optimizer=muon in [optimizer] groups needs [optimizer] name = muon": Case(
-        "--optimizer.groups.*.wq.weight optimizer=muon",
-        "--optimizer.groups.*.wq.weight optimizer=muon: needs [optimizer] name = muon: other groups may then have optimizer=adamw",
+    "optimizer = muon in [optimizer] groups needs [optimizer] name = muon": Case(
+        '--optimizer.groups.*.wq.weight {optimizer="muon"}',
+        '--optimizer.groups.*.wq.weight {optimizer="muon"}: needs [optimizer] name = muon: other groups may then have optimizer = adamw',
     ),
     "[optimizer] cautious_decay needs a trained parameter with weight decay": Case(
         "--optimizer.cautious_decay true --optimizer.weight_decay 0",

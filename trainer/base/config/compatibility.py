@@ -160,7 +160,7 @@ ROWS: tuple[Row, ...] = (
     Row(_MUON, When("optimizer.state_dtype", ("8bit",)), "only the moments of AdamW are quantized"),
     Row(_MUON, _ADAPTED, "nobody has shown a gain on adapters"),
     needs(_MUON, UPDATED_BY_MUON, "it would update nothing"),
-    needs(GROUP_OF_MUON, _MUON, "other groups may then have optimizer=adamw"),
+    needs(GROUP_OF_MUON, _MUON, "other groups may then have optimizer = adamw"),
     needs(When("optimizer.cautious_decay"), DECAYS, "it would change nothing"),
     Row(When("optimizer.base_width"), _ADAPTED, "the matrices of adapters do not have the width of the model"),
     Row(
@@ -302,7 +302,7 @@ _ANY_TYPE = "text, jsonl, parquet, csv, huggingface, tokens, chat or preference"
 def _facts_of_settings(config: Config) -> dict[Fact, Known]:
     data, training, source = config.data, config.training, config.model.pretrained
     ending = data.path.lower().removesuffix(".gz").removesuffix(".zst").rpartition(".")[2]
-    with_muon = (pattern for pattern, text in config.optimizer.groups.items() if "optimizer=muon" in text.split())
+    with_muon = (pattern for pattern, given in config.optimizer.groups.items() if given.get("optimizer") == "muon")
     pattern = next(with_muon, None)
     is_local = os.path.exists(split_best(source)[0]) or not is_hub_name(source)
     steps_given = "training.steps" in config.origins or training.steps != settings()["training.steps"].default

@@ -21,6 +21,8 @@ from trainer.base.config.errors import ConfigError
 from trainer.base.config.foreign import hint_of_value
 from trainer.base.config.schema.config import Config
 from trainer.base.config.schema.constraint import Constraint
+from trainer.base.config.toml_text import toml_value
+from trainer.base.system import console
 from trainer.base.system.spelling import did_you_mean
 
 
@@ -106,6 +108,8 @@ def type_name(type_: Any) -> str:
         return " or ".join(type_name(k) for k in _options(type_) if not (k is int and float in _options(type_)))
     if typing.get_origin(type_) is typing.Literal:
         return "one of " + ", ".join(typing.get_args(type_))
+    if typing.is_typeddict(type_):
+        return "a table with one or more of " + ", ".join(typing.get_type_hints(type_))
     if is_list(type_):
         member = typing.get_args(type_)[0]
         if typing.get_origin(member) is typing.Literal:
@@ -134,8 +138,8 @@ def layer_of_value(setting: Setting, entry: str, raw: Any, origin: str, is_text:
             value = parse_texts(raw) if setting.constraint.multiline else parse_text(raw, setting.type)
         else:
             value = coerce(raw, setting.type)
-    except ValueError:
-        raise ConfigError("", f"{origin}: {type_error(setting, raw)}") from None
+    except ValueError as error:
+        raise ConfigError("", f"{origin}: {str(error) or type_error(setting, raw)}") from None
     if problem := range_error(value, setting.constraint):
         raise ConfigError("", f"{origin}: {problem}")
     if not setting.is_table:
@@ -147,8 +151,10 @@ def layer_of_value(setting: Setting, entry: str, raw: Any, origin: str, is_text:
 
 
 def coerce(raw: Any, type_: Any) -> Any:
-    """Convert a TOML value to `type_`. Raises ValueError."""
+    """Convert a TOML value to `type_`. Raises ValueError, with a message if the type's name does not say what is wrong."""
     origin, arguments = typing.get_origin(type_), typing.get_args(type_)
+    if typing.is_typeddict(type_):
+        return _coerce_options(raw, type_)
     if len(_options(type_)) > 1:
         for option in _options(type_):
             with suppress(ValueError):
@@ -168,8 +174,45 @@ def coerce(raw: Any, type_: Any) -> Any:
     raise ValueError
 
 
+def _coerce_options(given: Any, type_: Any) -> dict[str, Any]:
+    """Convert a table of options, of which at least one must be given, or its text. Raises ValueError as `coerce` does."""
+    types_, hints = typing.get_type_hints(type_), typing.get_type_hints(type_, include_extras=True)
+    table, options = _table_of_text(given) if isinstance(given, str) else given, {}
+    if not isinstance(table, dict) or not table:
+        raise ValueError
+    for name, raw in table.items():
+        if name not in types_:
+            raise ValueError(f"{name}: expected one of {', '.join(types_)}{did_you_mean(name, types_)}")
+        option = types_[name]
+        problem = f"expected {type_name(option)}{did_you_mean(str(raw), typing.get_args(option))}"
+        with suppress(ValueError):
+            options[name] = coerce(raw, option)
+            constraints = getattr(hints[name], "__metadata__", ())
+            problem = next(filter(None, (range_error(options[name], c) for c in constraints)), "")
+        if problem:
+            raise ValueError(f"{name} = {toml_value(raw)}: {problem}")
+    if isinstance(given, str) and not given.lstrip().startswith("{"):
+        console.warning(f'"{given}" is the form of the version before; write {toml_value(options)}')
+    return options
+
+
+def _table_of_text(text: str) -> Any:
+    """Return the value of an inline table of TOML, or of its form in the version before, such as lr=0.3 decay=0. Raises
+    ValueError."""
+    words = [word.partition("=") for word in text.split()]
+    if words and all(name.isidentifier() and equals for name, equals, _ in words):
+        table = {name: parse_text(value, float | str) for name, _, value in words}
+        if len(table) < len(words):
+            raise ValueError
+        return table
+    if text.isprintable():  # no further line, which would be another value
+        with suppress(ValueError, RecursionError):
+            return tomli.loads(f"table = {text}")["table"]
+    raise ValueError
+
+
 def parse_text(text: str, type_: Any) -> Any:
-    """Convert a command-line word to `type_`. Raises ValueError."""
+    """Convert a command-line word to `type_`. Raises ValueError as `coerce` does."""
     if typing.get_origin(type_) is tuple:
         member = typing.get_args(type_)[0]
         if not text.strip() and typing.get_origin(member) is typing.Literal:

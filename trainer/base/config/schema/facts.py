@@ -4,7 +4,7 @@ from trainer.base.config.schema.condition import Fact
 
 # The settings themselves, or paths in them: trainer/base/config/compatibility.py.
 STEPS_GIVEN = Fact("[training] steps")
-GROUP_OF_MUON = Fact("optimizer=muon in [optimizer] groups", "optimizer.groups")
+GROUP_OF_MUON = Fact("optimizer = muon in [optimizer] groups", "optimizer.groups")
 TYPED = Fact("the type of its files")
 LOCAL_MODEL = Fact("a path as [model] pretrained")
 

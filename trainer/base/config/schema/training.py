@@ -4,7 +4,7 @@ from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypedDict
 
 from trainer.base.config.schema.condition import When
 from trainer.base.config.schema.constraint import FIXED, PER_NODE, Constraint, CountOrZero, Fraction, Steps, StepsOrZero
@@ -80,17 +80,31 @@ class TrainingConfig:
         return bisect_left(range(max(0, samples)), samples, key=lambda n: self.samples_between(done, done + n))
 
 
+Rule = Literal["adamw", "muon"]
+
+
+class GroupOptions(TypedDict, total=False):
+    """Options of the parameters that a pattern of [optimizer] groups selects."""
+
+    lr: Annotated[float, Constraint(min=1e-6, max=1e6)]
+    """Factor of the learning rate."""
+    decay: Annotated[float, Constraint(min=0, max=1e3)]
+    """Replaces weight_decay."""
+    optimizer: Rule
+    """Replaces name."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    name: Annotated[Literal["adamw", "muon"], FIXED] = "adamw"
+    name: Annotated[Rule, FIXED] = "adamw"
     """Name of the optimizer. "muon" updates the matrices of the blocks' linear modules and of experts, and AdamW all other
     parameters (docs/optimizers.md)."""
     lr: Annotated[float, Constraint(exclusive_min=0)] = 3e-4
     """Peak learning rate."""
-    groups: Annotated[Mapping[str, str], Constraint(free_keys=True)] = field(default_factory=dict)
+    groups: Annotated[Mapping[str, GroupOptions], Constraint(free_keys=True)] = field(default_factory=dict)
     """Options of parameters by pattern of their names (docs/optimizers.md); the first matching pattern counts:
-    { "tok_embeddings.*" = "lr=0.3 decay=0", "*lora_b" = "lr=16" }. "lr" is a factor of the learning rate, "decay" replaces
-    weight_decay, "optimizer" replaces name."""
+    { "tok_embeddings.*" = { lr = 0.3, decay = 0 }, "*lora_b" = { lr = 16 } }. "lr" is a factor of the learning rate, "decay"
+    replaces weight_decay, "optimizer" replaces name."""
     base_width: Annotated[int | None, Constraint(min=1, max=2**24, fixed_on_resume=True)] = None
     """Width (`dim`) of the model for which lr and weight_decay were tuned. Initial values and rates then follow the width of this
     model (docs/optimizers.md). "none": they hold for this model."""
