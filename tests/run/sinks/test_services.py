@@ -50,11 +50,20 @@ def wandb_records(path):
             start += left
             continue
         _, size, kind = struct.unpack_from("<IHB", data, start)
+        if start + 7 + size > len(data):
+            return  # W&B is writing
         content += data[start + 7 : start + 7 + size]
         start += 7 + size
         if kind in (1, 4):  # a complete record, or the last part of one
             yield Record.FromString(content)
             content = b""
+
+
+def ended_wandb_run(folder):
+    """Return the records of the only run, when W&B's own process has written the last one. This may be after `finish`."""
+    (path,) = folder.rglob("*.wandb")
+    wait_for(lambda: any(stored.HasField("exit") for stored in wandb_records(path)))
+    return wandb_records(path)
 
 
 def wandb_tags(folder):
@@ -185,8 +194,7 @@ OPTIONS = {"project": "options", "run_name": "title", "tags": ("a", "b"), "notes
 def test_wandb_gets_name_tags_notes_and_entity(tmp_path):
     pytest.importorskip("wandb")
     write(tmp_path, Wandb, entity="team", **OPTIONS)
-    (path,) = tmp_path.rglob("*.wandb")
-    run = next(stored.run for stored in wandb_records(path) if stored.run.run_id)
+    run = next(stored.run for stored in ended_wandb_run(tmp_path) if stored.run.run_id)
     assert (run.entity, run.project, run.display_name, run.notes, list(run.tags)) == (
         *("team", "options", "title", "why"),
         ["a", "b"],
@@ -196,8 +204,7 @@ def test_wandb_gets_name_tags_notes_and_entity(tmp_path):
 def test_the_step_is_the_x_axis_of_wandb(tmp_path):
     pytest.importorskip("wandb")
     write(tmp_path, Wandb)
-    (path,) = tmp_path.rglob("*.wandb")
-    metrics = [stored.metric for stored in wandb_records(path) if stored.metric.glob_name]
+    metrics = [stored.metric for stored in ended_wandb_run(tmp_path) if stored.metric.glob_name]
     assert [(metric.glob_name, metric.step_metric) for metric in metrics] == [("*", "step")]
 
 
