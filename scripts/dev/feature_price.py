@@ -43,6 +43,10 @@ CAPABILITIES = {
     "Speed-ups of layers that are not compiled": """
         trainer/parallel/{feed_forward,rotation,saved_tensors}.py tests/parallel/test_rotation.py""",
     "float8 products": "trainer/parallel/float8.py trainer/tools/testing/double.py tests/parallel/test_float8.py",
+    "Chunked, vocabulary-parallel cross-entropy": """
+        trainer/objective/cross_entropy.py tests/objective/test_cross_entropy.py""",
+    "Learning-rate schedules": "trainer/optim/lr_schedule.py tests/optim/test_lr_schedule.py",
+    "Cautious weight decay": "trainer/optim/decay.py",
     "Muon": "trainer/optim/{muon,exchange}.py tests/optim/test_muon.py",
     "Moments in 8 bits": "trainer/optim/quantization.py tests/optim/test_quantization.py",
     "Parameter groups": "trainer/optim/groups.py tests/optim/test_groups.py tests/end_to_end/test_optimizer_groups.py",
@@ -109,6 +113,8 @@ CAPABILITIES = {
     "Tokenizers of sentencepiece": """
         trainer/data/tokenizer/sentencepiece_json.py tests/data/tokenizer/test_sentencepiece_json.py""",
     "Tokenizers of tekken.json": "trainer/data/tokenizer/tekken.py tests/data/tokenizer/test_tekken.py",
+    "Training of a tokenizer": "scripts/train_tokenizer.py",
+    "Samples that a step has consumed": "scripts/inspect_samples.py tests/scripts/test_inspect_samples.py",
     "Samples as the model sees them": "trainer/tools/report/view/* tests/tools/report/view/*",
     # Checkpoints and runs
     "Checkpoints, exact resume": """
