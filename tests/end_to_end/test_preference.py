@@ -394,12 +394,12 @@ MISTAKES = {
     ("--preference.beta", "0"): "--preference.beta 0: must be above 0",
     ("--evaluation.datasets.x", "chat:{pairs}"): "--evaluation.datasets.x chat:{pairs}: is incompatible with",
     ("--data.path", "{one}"): (
-        "--data.path {one}: this dataset contains no readable document; found {one}:1: the document has no rejected answer"
+        "--data.path {one}: this dataset contains no readable document; found {one}:1: the document has no field rejected"
     ),
     (
         "--data.path",
         "{empty}",
-    ): "--data.path {empty}: this dataset contains no readable document; found {empty}:1: the rejected answer is empty",
+    ): "--data.path {empty}: this dataset contains no readable document; found {empty}:1: the document's field rejected is empty",
     ("--data.dataset", "prepared", "--data.path", "{texts}"): "does not consist of preference pairs",
     ("--training.seq_len", "4"): '"drop" removes all of the training documents, because each has more than seq_len 4',
 }

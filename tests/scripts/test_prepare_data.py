@@ -165,10 +165,10 @@ def test_the_table_counts_what_was_refused_and_dropped_and_the_first_samples_are
     for row, share in ((a, 0.25), (b, 0.75)):
         assert row[-1] == f"{int(row[8]) / (4 * share):.1f}"
     assert refused == [
-        f"refused in a: 2 documents like {tmp_path}/a.jsonl:15: the document's fields (x) are not those of a conversation: "
-        "messages; conversations; prompt and completion; instruction, input and output; question and answer; data.columns "
-        'names other fields, such as data.columns = { answer = "x" }',
-        f"refused in a: {tmp_path}/a.jsonl:14: the document has a prompt but no completion",
+        f"refused in a: 2 documents like {tmp_path}/a.jsonl:15: the document has none of the layouts of a conversation "
+        "(messages; conversations; prompt and completion; instruction, input and output; question and answer); its fields: x; "
+        'data.columns names other fields, such as data.columns = { messages = "x" }',
+        f"refused in a: {tmp_path}/a.jsonl:14: the document has no field completion; its fields: prompt",
     ]
     shown = run_script("scripts/prepare_data.py", *chats, "--show", "2", "--html", tmp_path / "data.html")
     samples = re.findall("^[ab], sample [0-9]+: 64 positions, [0-9]+ targets", shown.stdout, re.MULTILINE)

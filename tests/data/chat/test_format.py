@@ -5,7 +5,7 @@ import pytest
 
 from tests.data.chat.examples import CHATML, CHATML_NAMES, DEFAULT, SYSTEM, TALK, shown
 from trainer.base.config import ConfigError
-from trainer.data.chat.conversations import MalformedConversation, PromptCompletion
+from trainer.data.chat.fields import MalformedConversation
 from trainer.data.chat.format import ChatFormat, load_chat_format
 from trainer.data.chat.template import TemplateFailure
 from trainer.data.chat.template_files import BUILT_IN
@@ -215,7 +215,7 @@ def test_the_completion_of_a_prompt_and_the_end_of_text_are_targets(char_tokeniz
     assert shown(chat.encode_document({"prompt": "a ", "completion": "dog"})[0], char_tokenizer) == [
         *["<s>", "▁", "a", "▁", "+d", "+o", "+g", "+</s>"],
     ]
-    assert shown(chat.encode_prompt_completion(PromptCompletion("", "dog")), char_tokenizer) == [
+    assert shown(chat.encode_completion("", "dog"), char_tokenizer) == [
         "<s>",
         "+▁",
         "+d",
@@ -223,7 +223,7 @@ def test_the_completion_of_a_prompt_and_the_end_of_text_are_targets(char_tokeniz
         "+g",
         "+</s>",
     ]
-    assert shown(llama3.encode_prompt_completion(PromptCompletion("I is", "."))) == [
+    assert shown(llama3.encode_completion("I is", ".")) == [
         "<|begin_of_text|>",
         "I",
         " is",
@@ -245,7 +245,6 @@ def reason_of(chat, document) -> str:
 
 
 def test_a_document_without_targets_yields_a_reason(llama3, char_tokenizer):
-    assert reason_of(llama3, {"messages": []}) == "the conversation has no messages"
     tools = {"messages": TALK, "tools": [{"name": "f"}]}
     assert reason_of(llama3, tools) == "the template does not support tools"
     two = {"messages": [TALK[1], TALK[1], TALK[2]]}

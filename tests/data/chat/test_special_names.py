@@ -8,7 +8,7 @@ from trainer.data.chat.format import ChatFormat, load_chat_format
 from trainer.data.chat.special_names import SpecialNames
 from trainer.data.chat.template import TemplateFailure
 from trainer.data.chat.template_files import BUILT_IN
-from trainer.data.chat.traced import TEMPLATE, UNKNOWN, data_origin
+from trainer.data.chat.traced_text import TEMPLATE, UNKNOWN, data_origin
 from trainer.data.tokenizer.added_tokens import WithAddedTokens
 
 LOOK_ALIKES = [

@@ -105,5 +105,5 @@ def test_a_field_that_data_columns_replaces_is_counted_and_a_missing_one_is_name
     with pytest.raises(InvalidDocument) as invalid:
         encode({"qeury": "q", "solution": "s"})
     assert str(invalid.value).startswith(
-        "the document has no field 'query', which data.columns names; did you mean 'qeury'?; the document's fields (qeury, "
+        "the document has no field 'query', which data.columns names; did you mean 'qeury'?; the document has no field question; "
     )

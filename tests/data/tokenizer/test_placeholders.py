@@ -10,7 +10,6 @@ from tokenizers import AddedToken, normalizers
 from tests.data.tokenizer import folders
 from tests.data.tokenizer.folders import save, special
 from trainer.base.config import TokenizerConfig
-from trainer.data.chat.conversations import PromptCompletion
 from trainer.data.chat.format import ChatFormat, load_chat_format
 from trainer.data.chat.template import TemplateFailure
 from trainer.data.tokenizer.backends import load_tokenizer
@@ -135,11 +134,11 @@ def test_a_completion_continues_its_prompt_as_one_text(tmp_path):
     folder = make(tmp_path / "own", folders.prepending(), {})
     chat, whole = chat_format(folder), transformers.AutoTokenizer.from_pretrained(folder)
     for prompt, completion in (("the quick", " brown Fox"), ("Hello", "\nWord"), ("", "the fox"), ("a: ", "1 2")):
-        tokens, targets = chat.encode_prompt_completion(PromptCompletion(prompt, completion))
+        tokens, targets = chat.encode_completion(prompt, completion)
         start = targets.index(True)
         assert tokens[:start] == whole(prompt).input_ids
         assert whole.decode(tokens[:-1]).strip() == (prompt + completion).strip()
-    tokens = chat.encode_prompt_completion(PromptCompletion("the quick", "\nlazy dog"))[0]
+    tokens = chat.encode_completion("the quick", "\nlazy dog")[0]
     assert tokens[:-1] == whole("the quick\nlazy dog").input_ids
 
 

@@ -1,4 +1,4 @@
-"""Position of each answer in a rendered conversation, found by the origins of its characters (traced.py).
+"""Position of each answer in a rendered conversation, found by the origins of its characters (traced_text.py).
 
 An answer begins where the prompt for it ends at inference: after the text that the template writes for add_generation_prompt. It
 ends after the token that ends its turn. One prompt is rendered for each role that precedes an answer, such as user and tool.
@@ -9,9 +9,9 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from trainer.data.chat.conversations import Message
+from trainer.data.chat.messages import Message
 from trainer.data.chat.template import Rendering, TemplateFailure
-from trainer.data.chat.traced import TEMPLATE, UNKNOWN, data_index, strings
+from trainer.data.chat.traced_text import TEMPLATE, UNKNOWN, data_index, strings
 
 Turn = tuple[int, int]
 """Half-open range (start, stop) of an answer in the text, with the token that ends the turn."""

@@ -1,7 +1,9 @@
-"""The fields of documents and messages: which may be ignored, and which would change what is trained on."""
+"""The fields of documents and messages: which mean nothing, and which would change what is trained on."""
 
+import json
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from typing import Any
 
 from trainer.base.config.schema.data import MESSAGE_LISTS
@@ -28,6 +30,10 @@ _CONSEQUENTIAL = frozenset(
 )
 
 
+class MalformedConversation(Exception):
+    """Error whose message states in one line why a document is not a conversation."""
+
+
 def is_absent(value: Any) -> bool:
     """Return whether a field has no value. Tables have all columns in all rows, so that null and empty values mean nothing."""
     return value is None or (isinstance(value, str | list | Mapping) and not value)
@@ -40,26 +46,58 @@ def is_consequential(name: str) -> bool:
     return "_".join(words) in _CONSEQUENTIAL or not _LOSS_WORDS.isdisjoint(words)
 
 
+def unused_fields(document: Mapping[str, Any], known: Collection[str]) -> tuple[str, ...]:
+    """Return the names of a document's fields that have no meaning. Raises MalformedConversation if one of them may change what
+    is trained on."""
+    unused = tuple(name for name, value in document.items() if name not in known and not is_absent(value))
+    for name in filter(is_consequential, unused):
+        raise MalformedConversation(
+            f"the document has the field {name}, which may change what is trained on and is not supported here; "
+            "remove the field, or list it in data.ignored_fields"
+        )
+    return unused
+
+
+def from_json(value: Any, label: str, kind: str) -> Any:
+    """Return a value, or the value of its JSON text if it is text. Blank text counts as null. kind: what the text should hold."""
+    if not isinstance(value, str):
+        return value
+    if not value.strip():
+        return None
+    try:
+        return json.loads(value)
+    except ValueError:
+        hint = " (Python's notation is not JSON)" if value.lstrip().startswith(("[{'", "{'")) else ""
+        raise MalformedConversation(f"{label} is not {kind}, nor the JSON text of one{hint}") from None
+
+
 def without(document: Any, names: Collection[str]) -> tuple[Any, set[str]]:
     """Return a document without the fields `names`, at the top and in each message, and the names of those that it had."""
-    if not isinstance(document, Mapping) or not names:
+
+    def kept(fields: Mapping[str, Any]) -> tuple[dict[str, Any], set[str]]:
+        removed = {name for name, value in fields.items() if name in names and not is_absent(value)}
+        return {name: value for name, value in fields.items() if name not in names}, removed
+
+    return with_changed_fields(document, kept, kept) if names else (document, set())
+
+
+Change = Callable[[Mapping[str, Any]], tuple[dict[str, Any], set[str]]]
+"""Function that returns changed fields, and the names of those that it took away."""
+
+
+def with_changed_fields(document: Any, of_document: Change, of_message: Change | None) -> tuple[Any, set[str]]:
+    """Return a document with changed fields, at the top and in each message, and all names that the changes returned. A value
+    that is no object has no fields; whoever reads it explains it."""
+    if not isinstance(document, Mapping):
         return document, set()
-    removed: set[str] = set()
-
-    def kept(fields: Any) -> Any:
-        if not isinstance(fields, Mapping):
-            return fields
-        removed.update(name for name, value in fields.items() if name in names and not is_absent(value))
-        return {name: value for name, value in fields.items() if name not in names}
-
-    document = kept(document)
-    for name in MESSAGE_LISTS:
-        if isinstance(document.get(name), list):
-            document[name] = [kept(message) for message in document[name]]
-    return document, removed
-
-
-def unused(document: Mapping[str, Any], used: Iterable[str]) -> tuple[list[str], list[str]]:
-    """Return the names of the other fields of a document that have a value: the consequential ones, and the rest."""
-    names = [name for name, value in document.items() if name not in used and not is_absent(value)]
-    return [n for n in names if is_consequential(n)], [n for n in names if not is_consequential(n)]
+    document, names = of_document(document)
+    for field in MESSAGE_LISTS if of_message else ():
+        messages = document.get(field)
+        if isinstance(messages, str) and field in ("messages", "conversations"):  # the others may be plain text
+            with suppress(ValueError, RecursionError):
+                messages = json.loads(messages)
+        if isinstance(messages, list):
+            changed = [of_message(m) if isinstance(m, Mapping) else (m, set()) for m in messages]
+            document[field] = [message for message, _ in changed]
+            names = names.union(*(found for _, found in changed))
+    return document, names

@@ -14,11 +14,13 @@ from typing import Any
 
 from trainer.base.config import ConfigError
 from trainer.data.chat.answers import QUESTION, Turn, common_start, find_answers
-from trainer.data.chat.conversations import Message, PromptCompletion, parse_conversation
+from trainer.data.chat.chat_layouts import CHATS, PromptAndAnswer, read_document
+from trainer.data.chat.conversations import read_conversation
 from trainer.data.chat.fields import without
-from trainer.data.chat.forms import template_data, variants
+from trainer.data.chat.messages import Message
 from trainer.data.chat.special_names import SpecialNames
 from trainer.data.chat.template import ChatTemplate, Rendering, TemplateFailure
+from trainer.data.chat.template_data import template_data, variants
 from trainer.data.chat.template_files import (
     SETTING,
     fitting_templates,
@@ -28,7 +30,7 @@ from trainer.data.chat.template_files import (
     usable_templates,
 )
 from trainer.data.chat.tokens import NO_END_OF_TURN, MissingTokens, RenderingEncoder, TokensAndMask
-from trainer.data.chat.written import check_written
+from trainer.data.chat.written_check import check_written
 from trainer.data.tokenizer.protocol import Tokenizer
 from trainer.data.tokenizer.special_tokens import missing_special_tokens, reserved_names
 
@@ -182,28 +184,34 @@ class ChatFormat:
         turns = {i: turn for i, turn in self._find(rendering, data).items() if turn}
         return self._encode_rendered(rendering, turns, ())[0]
 
-    def encode_prompt_completion(self, document: PromptCompletion) -> TokensAndMask:
-        """Encode a document without the template. The prompt, and BOS if the tokenizer adds it, are not targets. The completion
-        and EOS are targets."""
-        before = [document.prompt] if document.prompt else []
-        prompt = [*self.tokenizer.prefix, *self._encoder.encode_parts(before, [])]
-        completion = [*self._encoder.encode_parts([document.completion], before), self.tokenizer.eos]
-        return prompt + completion, [False] * len(prompt) + [True] * len(completion)
+    def encode_completion(self, prompt: str, completion: str) -> TokensAndMask:
+        """Encode a text and its continuation without the template. The prompt, and BOS if the tokenizer adds it, are not targets.
+        The completion and EOS are targets."""
+        before = [prompt] if prompt else []
+        tokens = [*self.tokenizer.prefix, *self._encoder.encode_parts(before, [])]
+        targets = [*self._encoder.encode_parts([completion], before), self.tokenizer.eos]
+        return tokens + targets, [False] * len(tokens) + [True] * len(targets)
 
     def encode_document(self, document: Any) -> tuple[TokensAndMask, tuple[str, ...]]:
-        """Encode a JSON value in any format that parse_conversation accepts. Return also the names of its fields that were not
-        used, because they have no meaning or are listed in data.ignored_fields. Raises MalformedConversation or TemplateFailure,
-        or RecursionError if the value is nested too deeply."""
-        document, unused = self.without_ignored_fields(document)
-        parsed = parse_conversation(document)
-        unused.update(parsed.unused)
-        if isinstance(parsed, PromptCompletion):
-            return self.encode_prompt_completion(parsed), tuple(sorted(unused))
-        for name in parsed.arguments:
+        """Encode a JSON value in one of the layouts CHATS. Return also the names of its fields that were not used, because they
+        have no meaning or are listed in data.ignored_fields. Raises MalformedConversation or TemplateFailure, or RecursionError
+        if the value is nested too deeply."""
+        document, removed = self.without_ignored_fields(document)
+        (found,) = read_document(document, CHATS)
+        encoded, unused = self.encode_answer(found)
+        return encoded, tuple(sorted(removed | unused))
+
+    def encode_answer(self, found: PromptAndAnswer) -> tuple[TokensAndMask, set[str]]:
+        """Encode a prompt and its answer. Return also the names of fields that were not used. Raises MalformedConversation or
+        TemplateFailure."""
+        if isinstance(found.prompt, str):
+            return self.encode_completion(found.prompt, found.answer), set(found.unused)
+        talk = read_conversation(found)
+        for name in talk.arguments:
             if name not in self._template.variables or name in ("messages", "tools", *self._names):
                 raise TemplateFailure(f"chat_template_kwargs sets {name}, which is no variable that the template reads")
-        encoded, names = self._encode(parsed.messages, parsed.tools, parsed.arguments, list(parsed.loss_mask))
-        return encoded, tuple(sorted(unused | names))
+        encoded, names = self._encode(talk.messages, talk.tools, talk.arguments, talk.loss_mask)
+        return encoded, names.union(found.unused)
 
     def without_ignored_fields(self, document: Any) -> tuple[Any, set[str]]:
         """Return a document without the fields of data.ignored_fields, and the names of those that it had."""

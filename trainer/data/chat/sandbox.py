@@ -4,7 +4,7 @@ Jinja's sandbox denies access to Python, but does not limit the size of loops, n
 process if a rendering takes more than CPU_S seconds of CPU time, and denies it more than MEMORY_MIB of additional memory.
 
 Each line of stdin is a JSON request, and each line of stdout is the JSON reply [result, error]. The first request compiles the
-template. All later requests render conversations. All strings in this process are traced (traced.py), so that a reply states
+template. All later requests render conversations. All strings in this process are traced (traced_text.py), so that a reply states
 which characters the template wrote, and from which string of the conversation each of the others comes.
 """
 
@@ -29,7 +29,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from trainer.base.system.signals import STOP_SIGNALS
-from trainer.data.chat.traced import Traced, join, literal, origins_of, to_json, trace
+from trainer.data.chat.traced_text import Traced, join, literal, origins_of, to_json, trace
 
 _DATE = datetime(2024, 7, 26)
 """Date that strftime_now() returns, so that tokens do not depend on the day. It is Llama 3.1's default date. If the

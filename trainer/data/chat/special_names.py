@@ -4,7 +4,7 @@ import re
 from collections.abc import Collection, Iterator
 
 from trainer.data.chat.template import TemplateFailure
-from trainer.data.chat.traced import TEMPLATE, UNKNOWN
+from trainer.data.chat.traced_text import TEMPLATE, UNKNOWN
 from trainer.data.tokenizer.special_tokens import SPECIAL_LOOKING
 
 
@@ -34,8 +34,8 @@ class SpecialNames:
     def pieces(self, text: str, origins: str) -> Iterator[tuple[str, bool]]:
         """Split a text at the names that count. Yield each non-empty piece, and whether it is, or looks like, such a name.
 
-        origins: the origin of each character (traced.py), with the length of the text. Raises TemplateFailure if a name contains
-        characters of unknown origin, and no characters of a message.
+        origins: the origin of each character (traced_text.py), with the length of the text. Raises TemplateFailure if a name
+        contains characters of unknown origin, and no characters of a message.
         """
         self.check_origins(text, origins)
         end = 0

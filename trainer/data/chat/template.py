@@ -34,7 +34,7 @@ class Rendering:
 
     text: str
     origins: str
-    """Origin of each character of the text (traced.py): the template, an untraced operation, or a string of the data."""
+    """Origin of each character of the text (traced_text.py): the template, an untraced operation, or a string of the data."""
     read: frozenset[str]
     """Names of the fields that the template read from a message."""
 

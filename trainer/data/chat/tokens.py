@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from trainer.data.chat.answers import Turn
 from trainer.data.chat.special_names import SpecialNames
 from trainer.data.chat.template import Rendering, TemplateFailure
-from trainer.data.chat.traced import UNKNOWN
+from trainer.data.chat.traced_text import UNKNOWN
 from trainer.data.tokenizer.protocol import Tokenizer
 
 TokensAndMask = tuple[list[int], list[bool]]

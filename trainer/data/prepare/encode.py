@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 
 from trainer.base.config import DataConfig
+from trainer.data.chat.chat_layouts import PAIRS, read_document
+from trainer.data.chat.columns import MissingField, absent_columns, missing_columns, renamed
+from trainer.data.chat.fields import MalformedConversation
 from trainer.data.chat.format import ChatFormat, load_chat_format
-from trainer.data.chat.layouts import MalformedConversation, UnknownLayout, absent_columns, missing_columns, renamed
-from trainer.data.chat.pairs import parse_preference
 from trainer.data.chat.template import TemplateFailure
 from trainer.data.sources.source import InvalidDocument
 from trainer.data.store.store import SECOND_START, Encoded
@@ -45,7 +46,7 @@ def _valid(encode: Callable[[Any], Encoded], columns: Mapping[str, str], record:
     try:
         document, replaced = renamed(record, columns)
         encoded = encode(document)
-    except UnknownLayout as failure:
+    except MissingField as failure:
         raise InvalidDocument(f"{missing_columns(record, columns)}{failure}") from None
     except (MalformedConversation, TemplateFailure) as failure:
         raise InvalidDocument(str(failure)) from None
@@ -64,21 +65,22 @@ def _encode_chat(chat: ChatFormat, record: Any) -> Encoded:
 def _encode_pair(chat: ChatFormat, record: Any) -> Encoded:
     """Encode the conversation with the chosen answer, followed by the conversation with the rejected answer."""
     record, unused_fields = chat.without_ignored_fields(record)
-    *documents, names = parse_preference(record)
     answers = []
-    for name, document in zip(("chosen", "rejected"), documents, strict=True):
+    for name, found in zip(("chosen", "rejected"), read_document(record, PAIRS), strict=True):
         try:
-            answers.append(_encode_chat(chat, document))
+            encoded, names = chat.encode_answer(found)
         except (MalformedConversation, TemplateFailure) as failure:
             raise MalformedConversation(f"{name}: {failure}") from None
-    if np.array_equal(answers[0].tokens, answers[1].tokens):
+        answers.append(encoded)
+        unused_fields |= names
+    (chosen, chosen_targets), (rejected, rejected_targets) = answers
+    if chosen == rejected:
         raise MalformedConversation(
             "the chosen and the rejected answer have the same tokens, so there is nothing to prefer"
         )
-    answers[1].targets[0] = SECOND_START
-    unused_fields |= {*names, *answers[0].unused_fields, *answers[1].unused_fields}
-    tokens, targets = (np.concatenate([getattr(a, name) for a in answers]) for name in ("tokens", "targets"))
-    return Encoded(tokens, targets, tuple(sorted(unused_fields)))
+    targets = np.array([*chosen_targets, *rejected_targets], np.uint8)
+    targets[len(chosen)] = SECOND_START
+    return Encoded(np.array([*chosen, *rejected], np.uint32), targets, tuple(sorted(unused_fields)))
 
 
 def chat_format(config: DataConfig, tokenizer: Tokenizer) -> ChatFormat:

@@ -1,13 +1,13 @@
-"""Tool calls, contents and descriptions in the forms that datasets store and templates expect."""
+"""Templates receive calls and contents in the variant that they write."""
 
 import json
 
 import pytest
 
 from tests.data.chat.examples import CHATML, DEFAULT
-from trainer.data.chat.conversations import MalformedConversation, parse_conversation
+from trainer.data.chat.fields import MalformedConversation
 from trainer.data.chat.format import ChatFormat, load_chat_format
-from trainer.data.chat.template import TemplateFailure
+from trainer.data.chat.messages import content_text
 
 USER = {"role": "user", "content": "q"}
 ANSWER = {"role": "assistant", "content": "a"}
@@ -40,16 +40,6 @@ def written(chat, *messages, **fields) -> str:
     return DEFAULT.decode(tokens)
 
 
-def reason_of(chat, *messages, **fields) -> str:
-    with pytest.raises((MalformedConversation, TemplateFailure)) as failure:
-        chat.encode_document({"messages": list(messages)} | fields)
-    return str(failure.value)
-
-
-def parsed_call(message) -> dict:
-    return parse_conversation({"messages": [USER, message]}).messages[1]["tool_calls"][0]
-
-
 # ---------------------------------------------------------------- arguments
 
 AS_OBJECT = "{{ m.tool_calls[0].function.arguments | tojson }}"
@@ -59,7 +49,7 @@ PRINTED = "{{ m.tool_calls[0].function.arguments }}"
 
 
 @pytest.mark.parametrize("arguments", [OBJECT, TEXT], ids=["object", "text"])
-def test_a_template_receives_arguments_in_the_form_that_it_writes(arguments):
+def test_a_template_receives_arguments_in_the_variant_that_it_writes(arguments):
     as_json = json.dumps(OBJECT, ensure_ascii=False)
     assert f"f{as_json}<|eot_id|>" in written(template(AS_OBJECT), USER, call(arguments))
     assert 'fx="y";n=[1, null];\u00e9={};<|eot_id|>' in written(template(ITEMS), USER, call(arguments))
@@ -77,33 +67,8 @@ def test_a_call_without_arguments_has_an_empty_object(source, arguments):
     assert "{}<|eot_id|>" in written(template(source), USER, message)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "reason"),
-    [
-        ("{x: 1}", "message 2: the text of a call's arguments is not an object, nor the JSON text of one"),
-        ("[1]", "message 2 has a tool call whose arguments are not an object"),
-        ([1], "message 2 has a tool call whose arguments are not an object"),
-        (5, "message 2 has a tool call whose arguments are not an object"),
-        ('"{}"', "message 2 has a tool call whose arguments are not an object"),
-    ],
-)
-def test_other_arguments_are_bad(arguments, reason):
-    assert reason_of(template(AS_OBJECT), USER, call(arguments)) == reason
-
-
-# ---------------------------------------------------------------- calls and tools
-
-
-def test_calls_may_be_json_text():
-    function = {"name": "f", "arguments": OBJECT}
-    expected = {"function": function}
-    for calls in (json.dumps([expected]), [json.dumps(expected)]):
-        assert parsed_call({"role": "assistant", "tool_calls": calls}) == expected
-    assert parsed_call({"role": "assistant", "tool_calls": [function]}) == function
-
-
 @pytest.mark.parametrize("absent", [None, [], "", {}])
-def test_empty_calls_and_tools_are_absent(llama3, absent):
+def test_empty_calls_and_tools_are_absent(absent):
     source = "{% for m in messages %}{{ raise_exception('calls') if 'tool_calls' in m }}{{ m.content }}<|eot_id|>{% endfor %}"
     source += "{{ 'tools' if tools is not none }}{% if add_generation_prompt %}{% endif %}"
     document = {
@@ -113,55 +78,6 @@ def test_empty_calls_and_tools_are_absent(llama3, absent):
     }
     (tokens, _), unused = ChatFormat.compile(source, DEFAULT).encode_document(document)
     assert (DEFAULT.decode(tokens), unused) == ("q<|eot_id|>a<|eot_id|>", ())
-
-
-def test_openais_earlier_form_is_the_same_conversation():
-    function = {"name": "f", "parameters": {"type": "object"}}
-    earlier = [
-        USER,
-        {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": TEXT}},
-        {"role": "function", "name": "f", "content": "r"},
-        ANSWER,
-    ]
-    found = parse_conversation({"messages": earlier, "functions": [function]})
-    now = [USER, call(TEXT, content=None), {"role": "tool", "name": "f", "content": "r"}, ANSWER]
-    assert found == parse_conversation({"messages": now, "tools": [{"type": "function", "function": function}]})
-
-
-@pytest.mark.parametrize("tools", [[{"name": "f"}], '[{"name": "f"}]', ['{"name": "f"}']])
-def test_tools_may_be_json_text(tools):
-    assert parse_conversation({"messages": [USER, ANSWER], "tools": tools}).tools == ({"name": "f"},)
-
-
-@pytest.mark.parametrize(
-    ("messages", "fields", "reason"),
-    [
-        ([USER, call({}) | {"function_call": {"name": "f"}}], {}, "message 2 has both tool_calls and function_call"),
-        ([USER, ANSWER], {"tools": [{}], "functions": [{}]}, "the document has both tools and functions"),
-        (
-            [USER, ANSWER | {"function_call": "f"}],
-            {},
-            "message 2: function_call is not an object, nor the JSON text of one",
-        ),
-        (
-            [USER, ANSWER | {"tool_calls": ["f"]}],
-            {},
-            "message 2: a tool call is not an object, nor the JSON text of one",
-        ),
-        (
-            [USER, {"role": "assistant", "tool_calls": [{"name": ""}]}],
-            {},
-            "message 2 has a tool call without a function name",
-        ),
-        (
-            [USER | {"function_call": {"name": "f"}}, ANSWER],
-            {},
-            "message 1 has tool_calls, but only the assistant can call tools",
-        ),
-    ],
-)
-def test_unclear_calls_are_bad(llama3, messages, fields, reason):
-    assert reason_of(llama3, *messages, **fields) == reason
 
 
 def test_the_content_of_a_call_is_absent_null_or_empty():
@@ -206,4 +122,10 @@ def test_a_result_of_a_tool_may_be_any_json(result):
         "{{ m.content + '' }}",
     ):
         assert f"tool:{json.dumps(result)}<|eot_id|>" in written(template(AS_OBJECT, content), *talk)
-    assert reason_of(load_chat_format("chatml", CHATML), USER | {"content": result}, ANSWER).startswith("message 1 has")
+    with pytest.raises(MalformedConversation, match=r"^message 1 has"):
+        written(load_chat_format("chatml", CHATML), USER | {"content": result}, ANSWER)
+
+
+def test_the_text_of_a_content_is_that_of_its_parts():
+    assert content_text({"content": PARTS}) == " a b "
+    assert content_text({"content": {"x": "\u00e9"}}) == '{"x": "\u00e9"}'

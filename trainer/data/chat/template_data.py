@@ -1,12 +1,12 @@
-"""The data that a template receives, and the forms in which templates expect it."""
+"""The data that a template receives, with the variants of a conversation that templates expect."""
 
 import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from trainer.data.chat.conversations import Message, content_text
 from trainer.data.chat.fields import REASONING
+from trainer.data.chat.messages import Message, content_text
 
 
 def template_data(
@@ -23,8 +23,8 @@ def template_data(
 
 
 def variants(messages: Sequence[Message]) -> Iterator[list[Message]]:
-    """Yield the messages in all forms that a template may expect, in the order of preference. A template that expects another
-    form fails, or does not write all of the conversation.
+    """Yield the messages in all variants that a template may expect, in the order of preference. A template that expects another
+    one fails, or does not write all of the conversation.
 
     The arguments of calls are objects, or JSON text. A content that is not text is unchanged, or text. The content of a message
     with calls only is absent, null, or empty.

@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trainer.data.chat.answers import origin_runs
-from trainer.data.chat.conversations import Message, is_parts
 from trainer.data.chat.fields import REASONING, is_consequential
+from trainer.data.chat.messages import Message, is_parts
 from trainer.data.chat.template import ChatTemplate, Rendering, TemplateFailure
-from trainer.data.chat.traced import TEMPLATE, UNKNOWN, data_index, strings
+from trainer.data.chat.traced_text import TEMPLATE, UNKNOWN, data_index, strings
 
 REASONING_OMITTED = "reasoning of earlier answers (context only)"
 """What the list of unused fields says about answers that are no targets, because the template omits their reasoning."""

@@ -7,7 +7,7 @@ import pytest
 
 from tests.data.chat.test_template import rendering
 from trainer.data.chat.template import ChatTemplate
-from trainer.data.chat.traced import (
+from trainer.data.chat.traced_text import (
     TEMPLATE,
     UNKNOWN,
     Traced,
