@@ -53,7 +53,7 @@ _LISTS = ("messages", "conversations")
 """Fields that hold messages only. Those below hold texts only; all others hold either."""
 _TEXTS = ("instruction", "input", "output", "question", "answer")
 _BESIDE_TEXT = ("weight", "train")
-"""Fields with a meaning beside plain texts, and, below, beside messages. read_conversation reads them."""
+"""Fields beside plain texts, which read_document reads. Those below may stand beside messages (conversations.py)."""
 _BESIDE_MESSAGES = (*_BESIDE_TEXT, "tools", "functions", "system", "chat_template_kwargs")
 
 
