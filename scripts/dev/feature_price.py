@@ -99,12 +99,12 @@ CAPABILITIES = {
     "Token files": "trainer/data/sources/tokens.py tests/data/sources/test_tokens.py",
     "Files of another format": "trainer/data/sources/contents.py tests/data/sources/test_contents.py",
     "Chats: templates and target tokens": """
-        trainer/data/chat/{answers,format,sandbox,special_names,template*,tokens,traced,written}.py trainer/data/chat/templates/*
-        tests/data/chat/{families,published}.py tests/end_to_end/test_chat.py
-        tests/data/chat/test_{answers,corpus,format,published,special_names,template*,traced}.py""",
+        trainer/data/chat/{answers,format,sandbox,special_names,template*,tokens,traced_text,written_check}.py
+        trainer/data/chat/templates/* tests/data/chat/{families,published}.py tests/end_to_end/test_chat.py
+        tests/data/chat/test_{answers,corpus,format,published,special_names,template*,traced_text,written_check}.py""",
     "Chats and pairs: layouts": """
-        trainer/data/chat/{conversations,fields,forms,layouts,pairs}.py
-        tests/data/chat/{shapes,test_conversations,test_fields,test_forms,test_pairs}.py tests/data/prepare/test_layouts.py""",
+        trainer/data/chat/{chat_layouts,columns,conversations,fields,messages}.py
+        tests/data/chat/{shapes,test_chat_layouts,test_fields}.py tests/data/prepare/test_layouts.py""",
     "Packing": "trainer/data/sampling/packing.py tests/data/sampling/test_packing.py",
     "Mixtures of datasets, phases": "trainer/data/sampling/{mixture,phases}.py tests/data/sampling/test_mixture.py",
     "Tokenizers of the package tokenizers": """
