@@ -17,13 +17,10 @@ from functools import partial
 from typing import NoReturn
 
 from trainer.base.config import Config, ConfigError, compatibility
-from trainer.base.config.command_line import (
-    check_environment,
-    config_from_command_line,
-    die,
-    one_line_errors,
-    refuse_separate_tasks,
-)
+from trainer.base.config.command_line import config_from_command_line
+from trainer.base.config.environment_variables import check_environment
+from trainer.base.config.exits import one_line_errors
+from trainer.base.config.separate_tasks import refuse_separate_tasks
 from trainer.base.system.children import end_children
 from trainer.base.system.process import die_with_parent, limit_spinning
 
@@ -42,7 +39,7 @@ def run(config: Config, listener: SignalListener) -> int:
     from trainer.run.run_folder import acquire_lock, already_finished, open_log, release_if_empty, resume_point
     from trainer.runtime import device, distributed
 
-    with one_line_errors(config):
+    with one_line_errors(), config.explained_errors():
         resolved = resolve(config, distributed.world_size())
         compatibility.check(config, device.float8_facts(config.run.device))
         rank_device = device.select_device(config.run.device)
@@ -79,7 +76,8 @@ def run(config: Config, listener: SignalListener) -> int:
 def run_dry() -> NoReturn:
     """Become the launcher, which prints what a run of one rank would do."""
     if "WORLD_SIZE" in os.environ:
-        die("--dry-run: needs no ranks; start run_llama_train.sh, which knows their number from NGPU and NNODES")
+        way_out = "start run_llama_train.sh, which knows their number from NGPU and NNODES"
+        raise ConfigError("", f"--dry-run: needs no ranks; {way_out}")
     os.environ |= {"NGPU": "1", "NNODES": "1", "NODE_RANK": "0"}
     launcher = os.path.join(os.path.dirname(os.path.abspath(__file__)), "trainer", "launch.py")
     os.execv(sys.executable, [sys.executable, launcher, *sys.argv[1:]])
@@ -96,11 +94,12 @@ def main(listener: SignalListener) -> None:
         die_with_parent()  # no rank survives a launcher that is killed
     else:
         faulthandler.enable(all_threads=False)  # prints the stack at a fatal signal, which a launcher would report
-    check_environment()
-    if "--dry-run" in sys.argv:
-        run_dry()
-    config = config_from_command_line(sys.argv[1:])
-    refuse_separate_tasks()
+    with one_line_errors():
+        check_environment()
+        if "--dry-run" in sys.argv:
+            run_dry()
+        config = config_from_command_line(sys.argv[1:])
+        refuse_separate_tasks()
     try:
         code = run(config, listener)
     except SystemExit as exit:

@@ -21,7 +21,9 @@ from trainer.base.system.signals import exit_on_interrupt
 if __name__ == "__main__":
     exit_on_interrupt()
 
-from trainer.base.config.command_line import Arguments, answer_early, die, run_to_end
+from trainer.base.config.arguments import Arguments
+from trainer.base.config.errors import ConfigError
+from trainer.base.config.exits import answer_early, run_to_end
 
 
 def arguments() -> Arguments:
@@ -127,10 +129,10 @@ def main() -> None:
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # "| head" ends the process
     args = arguments().parse_args()
     if problem := folder_error(split_best(args.path)[0]):
-        die(f"{args.path}: {problem}")
+        raise ConfigError("", f"{args.path}: {problem}")
     checkpoints = find_checkpoints(args.path)
     if not checkpoints:
-        die(f"{args.path}: contains no checkpoint")
+        raise ConfigError("", f"{args.path}: contains no checkpoint")
     intact = list(COMMANDS[args.command](checkpoints))
     sys.exit(0 if all(intact) else 1)
 

@@ -18,7 +18,8 @@ if __name__ == "__main__":
     exit_on_interrupt()
 
 from trainer.base.config import ConfigError
-from trainer.base.config.command_line import Arguments, run_to_end
+from trainer.base.config.arguments import Arguments
+from trainer.base.config.exits import run_to_end
 from trainer.base.config.render import differing_settings, setting_texts
 from trainer.base.system.files import read_json_lines, read_json_object
 from trainer.tools.report.run import find_run, require_run

@@ -18,7 +18,10 @@ from trainer.base.system.signals import exit_on_interrupt
 if __name__ == "__main__":
     exit_on_interrupt()
 
-from trainer.base.config.command_line import Arguments, answer_early, die, positive_float, run_to_end
+from trainer.base.config.argument_types import positive_float
+from trainer.base.config.arguments import Arguments
+from trainer.base.config.errors import ConfigError
+from trainer.base.config.exits import answer_early, run_to_end
 from trainer.base.config.schema.model import ModelFamily
 
 _DTYPE, _SHARD_GIB = "bf16", 5.0
@@ -77,7 +80,7 @@ def to_hf(args: argparse.Namespace, checkpoint: Path, shard_bytes: int) -> None:
     merge = {"base": args.base, "into_quantized": args.into == "quantized"} if args.command == "merge" else {}
     weights = open_weights(checkpoint, alone=True, averaged=args.averaged, **merge)
     if not is_checkpoint(checkpoint):
-        die(f"{checkpoint} is a model in Hugging Face's format already")
+        raise ConfigError("", f"{checkpoint} is a model in Hugging Face's format already")
     dtype = DTYPES[args.dtype or _DTYPE]
     with tqdm(total=exported_bytes(weights, dtype), unit="B", unit_scale=True, disable=None) as bar:
         write_huggingface(weights, args.out, dtype, shard_bytes, bar.update)
@@ -85,7 +88,7 @@ def to_hf(args: argparse.Namespace, checkpoint: Path, shard_bytes: int) -> None:
 
 def from_hf(source: Path, out: Path, family: str | None, shard_bytes: int) -> None:
     if family is not None and family not in MODELS:
-        die(f"--family {family}: expected one of {', '.join(MODELS)}{did_you_mean(family, MODELS)}")
+        raise ConfigError("", f"--family {family}: expected one of {', '.join(MODELS)}{did_you_mean(family, MODELS)}")
     weights = HuggingFaceWeights.open(source, None if family is None else MODELS[family], alone=True)
     if family is not None:
         weights = replace(weights, model=replace(weights.model, family=family))
@@ -104,17 +107,18 @@ def main() -> None:
             from_hf(args.source, args.out, args.family, shard_bytes)
         elif args.command == "merge":
             if not is_adapter(checkpoint):
-                die(f"{checkpoint} contains no adapter; to-hf writes the model")
+                raise ConfigError("", f"{checkpoint} contains no adapter; to-hf writes the model")
             to_hf(args, checkpoint, shard_bytes)
         elif is_adapter(checkpoint):
             for option, value in (("--dtype", args.dtype), ("--shard-gib", args.shard_gib)):
                 if value is not None:
-                    die(f"{option} {value} has no effect, because {checkpoint} contains only an adapter; see merge")
+                    reason = f"{checkpoint} contains only an adapter; see merge"
+                    raise ConfigError("", f"{option} {value} has no effect, because {reason}")
             write_peft(Adapter.open(checkpoint, alone=True, averaged=args.averaged), args.out)
         else:
             to_hf(args, checkpoint, shard_bytes)
     except CorruptError as error:
-        die(str(error))
+        raise ConfigError("", str(error)) from None
     print(f"{args.out}: written")
 
 

@@ -27,15 +27,10 @@ from trainer.base.system.signals import exit_on_interrupt
 if __name__ == "__main__":
     exit_on_interrupt()
 
-from trainer.base.config.command_line import (
-    Arguments,
-    answer_early,
-    config_from_command_line,
-    die,
-    number,
-    positive_float,
-    run_to_end,
-)
+from trainer.base.config.argument_types import number, positive_float
+from trainer.base.config.arguments import Arguments
+from trainer.base.config.command_line import config_from_command_line
+from trainer.base.config.exits import answer_early, run_to_end
 
 WIDTHS = [64, 128, 256, 512]
 
@@ -76,7 +71,8 @@ def with_base_width(argv: list[str], smallest: int) -> Config:
     config = config_from_command_line(argv)
     if config.checkpoint.init_from:
         message = "must be empty: models of other widths start from random weights"
-        die(config.explain(ConfigError("checkpoint.init_from", message)))
+        with config.explained_errors():
+            raise ConfigError("checkpoint.init_from", message)
     if config.optimizer.base_width is None:
         config = load_config(flags(settings_of(argv) | {"optimizer.base_width": str(smallest)}))
     return config
@@ -122,7 +118,7 @@ def main() -> None:
     args, argv = arguments().parse_known_args()
     widths = sorted(set(args.widths))
     if len(widths) < 2:
-        die(f"--widths {' '.join(map(str, args.widths))}: needs two different widths")
+        raise ConfigError("", f"--widths {' '.join(map(str, args.widths))}: needs two different widths")
     config = with_base_width(argv, widths[0])
     base = config.optimizer.base_width
     without = replace(config, optimizer=replace(config.optimizer, base_width=None))
@@ -134,7 +130,7 @@ def main() -> None:
             try:
                 curves[title] = Curves.measure(runs)
             except RankError as error:
-                die(f"{title}: {str(error).strip().splitlines()[-1]}")
+                raise ConfigError("", f"{title}: {str(error).strip().splitlines()[-1]}") from None
             print_table(curves[title], title)
     if figure:
         draw(figure, curves, args.steps)

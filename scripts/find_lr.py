@@ -40,15 +40,11 @@ from trainer.base.config import (
     ProfilingConfig,
     SamplesConfig,
 )
-from trainer.base.config.command_line import (
-    Arguments,
-    config_from_command_line,
-    die,
-    environment_int,
-    number,
-    positive_float,
-    run_to_end,
-)
+from trainer.base.config.argument_types import number, positive_float
+from trainer.base.config.arguments import Arguments
+from trainer.base.config.command_line import config_from_command_line
+from trainer.base.config.environment_variables import environment_int
+from trainer.base.config.exits import run_to_end
 from trainer.base.config.packages import require_package
 from trainer.base.config.render import require_same_settings, to_toml
 from trainer.base.system.files import atomic_write, folder_error, read_json_lines, read_json_object
@@ -297,15 +293,15 @@ def main() -> None:
     parser.add_argument("--steps", type=number(int, 20, 10**6), default=100, metavar="N", help="number of steps")
     args, settings = parser.parse_known_args()
     if environment_int("NNODES", 1, 1) > 1:
-        die("NNODES: a range test runs on one node")
+        raise ConfigError("", "NNODES: a range test runs on one node")
     config = config_from_command_line(settings)
     min_lr, max_lr = args.min_lr or config.optimizer.lr / 1000, args.max_lr or config.optimizer.lr * 100
     if min_lr >= max_lr:
-        die(f"--min-lr {min_lr:g}: must be below --max-lr {max_lr:g}")
+        raise ConfigError("", f"--min-lr {min_lr:g}: must be below --max-lr {max_lr:g}")
     test = settings_of_test(config, min_lr, max_lr, args.steps)
     folder = test.run.folder
     if os.path.exists(folder) and (problem := folder_error(folder)):
-        die(f"{folder} {problem}")
+        raise ConfigError("", f"{folder} {problem}")
     if read_curve(folder)[0].losses:
         require_same_settings(test, "a range test", _NOT_COMPARED)
     if (folder / RESULT).exists():

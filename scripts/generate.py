@@ -9,7 +9,6 @@ import argparse
 import os
 import sys
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -19,17 +18,9 @@ from trainer.base.system.signals import exit_on_interrupt
 if __name__ == "__main__":
     exit_on_interrupt()
 
-from trainer.base.config.command_line import (
-    Arguments,
-    answer_early,
-    die,
-    non_negative_float,
-    non_negative_int,
-    number,
-    positive_int,
-    run_to_end,
-    utf8,
-)
+from trainer.base.config.argument_types import non_negative_float, non_negative_int, number, positive_int, utf8
+from trainer.base.config.arguments import Arguments
+from trainer.base.config.exits import answer_early, one_line_errors, run_to_end
 
 
 def arguments() -> Arguments:
@@ -62,6 +53,7 @@ def arguments() -> Arguments:
 if __name__ == "__main__":
     answer_early(arguments())  # before torch is imported
 
+import torch
 import torch.distributed as dist
 
 from trainer.base.config import ConfigError, DistributedConfig
@@ -124,6 +116,16 @@ def chat(generator: TextGenerator, chat_format: ChatFormat, args: argparse.Names
 def run(args: argparse.Namespace) -> None:
     device = devices.select_device(args.device)
     distributed.init_process_group(DistributedConfig(timeout_s=_TIMEOUT_S), device)
+    try:
+        generate(args, device)
+    except (ConfigError, TemplateFailure) as error:
+        of_template = isinstance(error, TemplateFailure) or error.key == "data.chat_template"
+        origin = f"--chat-template {args.chat_template}: " if of_template and args.chat_template else ""
+        raise ConfigError("", origin + (error.message if isinstance(error, ConfigError) else str(error))) from None
+    distributed.shutdown()
+
+
+def generate(args: argparse.Namespace, device: torch.device) -> None:
     dtype = DTYPES[args.dtype or ("bf16" if device.type != "cpu" else "fp32")]
     generator = TextGenerator.load(
         args.path, dtype, device, args.max_seq_len, args.chat_template, args.base, args.averaged
@@ -136,7 +138,6 @@ def run(args: argparse.Namespace) -> None:
         stream = TextStream(tokenizer, prompt[len(tokenizer.prefix) :])
         print_on_rank_0(args.prompt)
         print_answer(generator, prompt, args, generator.stop, stream)
-    distributed.shutdown()
 
 
 def main() -> None:
@@ -149,13 +150,10 @@ def main() -> None:
             parser.error(f"--{name.replace('_', '-')} has no effect without --chat")
     code = 0
     try:
-        run(args)
-    except (ConfigError, TemplateFailure) as error:
-        of_template = isinstance(error, TemplateFailure) or error.key == "data.chat_template"
-        origin = f"--chat-template {args.chat_template}: " if of_template and args.chat_template else ""
-        with suppress(SystemExit):
-            die(origin + (error.message if isinstance(error, ConfigError) else str(error)))
-        code = 2
+        with one_line_errors():
+            run(args)
+    except SystemExit as exit:
+        code = exit.code
     sys.stdout.flush()
     os._exit(code)  # skip the interpreter's clean-up, during which gloo's threads sometimes abort
 

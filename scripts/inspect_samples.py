@@ -18,15 +18,9 @@ from trainer.base.system.signals import exit_on_interrupt
 if __name__ == "__main__":
     exit_on_interrupt()
 
-from trainer.base.config.command_line import (
-    Arguments,
-    answer_early,
-    die,
-    existing_folder,
-    one_line_errors,
-    positive_int,
-    run_to_end,
-)
+from trainer.base.config.argument_types import existing_folder, positive_int
+from trainer.base.config.arguments import Arguments
+from trainer.base.config.exits import answer_early, run_to_end
 
 
 def arguments() -> Arguments:
@@ -78,7 +72,7 @@ def samples_of_step(run: Path, step: int) -> tuple[np.ndarray, tuple[tuple[int, 
 
 def print_samples(run: Path, step: int, complete: bool) -> None:
     config = load_config(["--config", str(run / "config.toml")], DATA_SECTIONS)
-    with one_line_errors(config):
+    with config.explained_errors():
         _print_samples(config, run, step, complete)
 
 
@@ -103,7 +97,7 @@ def _print_samples(config: Config, run: Path, step: int, complete: bool) -> None
 def main() -> None:
     args = arguments().parse_args()
     if not (args.run / "metrics.jsonl").is_file():
-        die(f"{args.run}: is not a run folder, because it has no metrics.jsonl")
+        raise ConfigError("", f"{args.run}: is not a run folder, because it has no metrics.jsonl")
     print_samples(args.run, args.step, args.show)
 
 

@@ -28,7 +28,9 @@ from trainer.base.system.signals import exit_on_interrupt
 if __name__ == "__main__":
     exit_on_interrupt()
 
-from trainer.base.config.command_line import Arguments, add_layout_option, answer_early, positive_int, run_to_end
+from trainer.base.config.argument_types import positive_int
+from trainer.base.config.arguments import Arguments, add_layout_option
+from trainer.base.config.exits import answer_early, run_to_end
 
 LAYOUTS = ["dp_shard=1", "tp=2", "cp=2", "cp=2 tp=2", "pp=2", "compile.enabled=true"]
 

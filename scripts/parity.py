@@ -26,14 +26,9 @@ from trainer.base.system.signals import exit_on_interrupt
 if __name__ == "__main__":
     exit_on_interrupt()
 
-from trainer.base.config.command_line import (
-    Arguments,
-    add_layout_option,
-    answer_early,
-    non_negative_int,
-    positive_int,
-    run_to_end,
-)
+from trainer.base.config.argument_types import non_negative_int, positive_int
+from trainer.base.config.arguments import Arguments, add_layout_option
+from trainer.base.config.exits import answer_early, run_to_end
 
 
 def arguments() -> Arguments:

@@ -23,18 +23,11 @@ from trainer.base.system.signals import exit_on_interrupt
 if __name__ == "__main__":
     exit_on_interrupt()
 
-from trainer.base.config.command_line import (
-    Arguments,
-    answer_early,
-    config_from_command_line,
-    die,
-    non_negative_float,
-    number,
-    one_line_errors,
-    positive_float,
-    positive_int,
-    run_to_end,
-)
+from trainer.base.config.argument_types import non_negative_float, number, positive_float, positive_int
+from trainer.base.config.arguments import Arguments
+from trainer.base.config.command_line import config_from_command_line
+from trainer.base.config.errors import ConfigError
+from trainer.base.config.exits import answer_early, run_to_end
 from trainer.base.system.units import GIB
 from trainer.runtime.accelerators import ACCELERATORS, SHORT_NAMES, AcceleratorSpec, short_name
 from trainer.tools.planner.limits import GPU_RESERVE_BYTES, MAX_RANKS
@@ -138,8 +131,8 @@ def main() -> None:
     hardware = Hardware(args.world_size, accelerator, is_gpu, args.reserve_gib * GIB * is_gpu)
     if hardware.usable_bytes <= 0:
         memory = f"{accelerator.memory_gib:g} GiB"
-        die(f"--reserve-gib {args.reserve_gib:g}: must be less than the device's memory of {memory}")
-    with one_line_errors(config):
+        raise ConfigError("", f"--reserve-gib {args.reserve_gib:g}: must be less than the device's memory of {memory}")
+    with config.explained_errors():
         figure = canvas(args.plot, "--plot") if args.plot else None
         if args.search:
             sys.exit(0 if print_search(config, hardware, args, settings).fits else 1)

@@ -25,15 +25,11 @@ if __name__ == "__main__":
 import numpy as np
 
 from trainer.base.config import Config, DataConfig
-from trainer.base.config.command_line import (
-    Arguments,
-    config_from_command_line,
-    die,
-    file_to_write,
-    number,
-    one_line_errors,
-    run_to_end,
-)
+from trainer.base.config.argument_types import file_to_write, number
+from trainer.base.config.arguments import Arguments
+from trainer.base.config.command_line import config_from_command_line
+from trainer.base.config.errors import ConfigError
+from trainer.base.config.exits import run_to_end
 from trainer.base.config.pretrained import provenance
 from trainer.base.config.required_files import DATA_SECTIONS
 from trainer.base.system import console
@@ -120,8 +116,8 @@ def main() -> None:
     config = config_from_command_line(settings, DATA_SECTIONS)  # the initial model may not exist yet
     is_sharded = args.shard != (0, 1)
     if is_sharded and (args.show or args.html):
-        die("--shard: a part of the files has no samples to show; remove --show and --html")
-    with one_line_errors(config):
+        raise ConfigError("", "--shard: a part of the files has no samples to show; remove --show and --html")
+    with config.explained_errors():
         if line := provenance(config):
             console.info(line)
         parse_mixture(config.data.mixture, list(dataset_configs(config.data)))  # refuses one that training would refuse
@@ -130,7 +126,7 @@ def main() -> None:
             console.warning(warning)
         datasets = list(all_dataset_configs(config.data, config.evaluation.datasets))
         if is_sharded and any(dataset.dataset == "prepared" for _, _, dataset in datasets):
-            die("--shard: a prepared dataset cannot be sharded")
+            raise ConfigError("", "--shard: a prepared dataset cannot be sharded")
         describe_template(config.data, config.evaluation.datasets, tokenizer)
         stores = {}
         for name, setting, dataset in datasets:

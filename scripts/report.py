@@ -24,7 +24,9 @@ if __name__ == "__main__":
 from collections.abc import Sequence
 
 from trainer.base.config import ConfigError
-from trainer.base.config.command_line import Arguments, file_to_write, number, run_to_end
+from trainer.base.config.argument_types import file_to_write, number
+from trainer.base.config.arguments import Arguments
+from trainer.base.config.exits import run_to_end
 from trainer.base.system.files import atomic_write
 from trainer.base.system.streams import require_stdout
 from trainer.tools.report.drawing import require_plotting

@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -20,14 +21,10 @@ if __name__ == "__main__":
     exit_on_interrupt()
 
 from trainer.base.config import ConfigError, DataConfig, TokenizerConfig
-from trainer.base.config.command_line import (
-    Arguments,
-    config_from_command_line,
-    die,
-    one_line_errors,
-    positive_int,
-    run_to_end,
-)
+from trainer.base.config.argument_types import positive_int
+from trainer.base.config.arguments import Arguments
+from trainer.base.config.command_line import config_from_command_line
+from trainer.base.config.exits import run_to_end
 from trainer.base.config.packages import require_package
 from trainer.base.system.files import atomic_write
 from trainer.base.system.spelling import counted
@@ -37,12 +34,6 @@ from trainer.data.sources import BadDocument, open_source
 from trainer.data.tokenizer.backends import NUM_SPECIAL, load_tokenizer
 from trainer.data.tokenizer.byte_pair import LLAMA3_PATTERN
 from trainer.data.tokenizer.hf_json import byte_to_char
-
-try:
-    tokenizers = require_package("tokenizers", "")
-except ConfigError as error:
-    die(f"scripts/train_tokenizer.py {error.message}")
-
 
 NO_TEXT = ConfigError("data.path", "contains no text to train on")
 
@@ -78,8 +69,9 @@ def _documents_of(data: DataConfig, tokenizer: TokenizerConfig) -> Iterator[str]
         print(f"skipped {counted(len(bad_documents), 'bad document')}; the first: {bad_documents[0]}", file=sys.stderr)
 
 
-def train(texts: Iterator[str], num_ranks: int) -> list[bytes]:
-    """Return the bytes of each token, sorted by rank: the 256 single bytes, then the merged tokens in the order of training."""
+def train(tokenizers: ModuleType, texts: Iterator[str], num_ranks: int) -> list[bytes]:
+    """Return the bytes of each token, sorted by rank: the 256 single bytes, then the merged tokens in the order of training.
+    tokenizers: the package of that name."""
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     split = tokenizers.pre_tokenizers.Split(tokenizers.Regex(LLAMA3_PATTERN), behavior="isolated")
     byte_level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -98,25 +90,26 @@ def main() -> None:
     vocab_help = f"number of tokens, including {NUM_SPECIAL} special tokens"
     parser.add_argument("--vocab-size", type=positive_int, default=2048, metavar="N", help=vocab_help)
     args, settings = parser.parse_known_args()
+    tokenizers = require_package("tokenizers", "scripts/train_tokenizer.py")
     if not args.out.parent.is_dir():
-        die(f"{args.out}: {args.out.parent} is not a folder")
+        raise ConfigError("", f"{args.out}: {args.out.parent} is not a folder")
     if args.out.exists():
-        die(f"{args.out}: already exists")
+        raise ConfigError("", f"{args.out}: already exists")
     if not os.access(args.out.parent, os.W_OK):
-        die(f"{args.out.parent}: cannot be written")
+        raise ConfigError("", f"{args.out.parent}: cannot be written")
     num_ranks = args.vocab_size - NUM_SPECIAL
     if num_ranks < 256:
-        die(f"--vocab-size {args.vocab_size}: must be at least {NUM_SPECIAL + 256}")
+        raise ConfigError("", f"--vocab-size {args.vocab_size}: must be at least {NUM_SPECIAL + 256}")
     config = config_from_command_line(settings)
-    with one_line_errors(config):
-        ranks = train(documents(config.data, config.tokenizer), num_ranks)
+    with config.explained_errors():
+        ranks = train(tokenizers, documents(config.data, config.tokenizer), num_ranks)
     if len(ranks) < num_ranks:
         print(f"the text is too short for {num_ranks} tokens: the file has only {len(ranks)}", file=sys.stderr)
     try:
         lines = (f"{base64.b64encode(token).decode()} {rank}\n" for rank, token in enumerate(ranks))
         atomic_write(args.out, "".join(lines))
     except OSError as error:
-        die(f"{args.out}: cannot be written ({error.strerror})")
+        raise ConfigError("", f"{args.out}: cannot be written ({error.strerror})") from None
     print(f"{args.out}: {len(ranks)} tokens + {NUM_SPECIAL} special tokens")
     print(f'  to use it: --tokenizer.backend tiktoken --tokenizer.pattern llama3 --tokenizer.path "{args.out}"')
 

@@ -14,7 +14,7 @@ from typing import NoReturn
 from unittest import mock
 
 from tests.conftest import ROOT
-from trainer.base.config.command_line import run_to_end
+from trainer.base.config.exits import run_to_end
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGPIPE)
 

@@ -9,7 +9,9 @@ import pytest
 
 from tests.commands import run_script
 from trainer.base.config import ConfigError
-from trainer.base.config.command_line import check_environment, config_from_command_line, one_line_errors
+from trainer.base.config.command_line import config_from_command_line
+from trainer.base.config.environment_variables import check_environment
+from trainer.base.config.exits import one_line_errors
 from trainer.inference import load_model
 from trainer.launch import TorchrunOptions
 from trainer.run.resolve import resolve
@@ -318,7 +320,7 @@ def require_help(line: str, text: str) -> None:
 
 def line_of(work: Callable[[], object], capsys: pytest.CaptureFixture[str]) -> str:
     """Return what a command prints to stderr before it exits with code 2."""
-    with pytest.raises(SystemExit) as exit:
+    with pytest.raises(SystemExit) as exit, one_line_errors():
         work()
     assert exit.value.code == 2
     return capsys.readouterr().err
@@ -327,7 +329,7 @@ def line_of(work: Callable[[], object], capsys: pytest.CaptureFixture[str]) -> s
 def start(words: list[str]) -> None:
     """Check a configuration as train.py does before the process group starts, on one rank."""
     config = config_from_command_line(words)
-    with one_line_errors(config):
+    with config.explained_errors():
         resolve(config, 1)
 
 

@@ -25,15 +25,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import NoReturn
 
-from trainer.base.config.command_line import (
-    config_from_command_line,
-    die,
-    environment_int,
-    one_line_errors,
-    refuse_separate_tasks,
-    run_to_end,
-)
+from trainer.base.config.command_line import config_from_command_line
+from trainer.base.config.environment_variables import environment_int
+from trainer.base.config.errors import ConfigError
+from trainer.base.config.exits import one_line_errors, run_to_end
 from trainer.base.config.hub import COMMIT
+from trainer.base.config.separate_tasks import refuse_separate_tasks
 from trainer.base.system.children import end_children
 from trainer.base.system.process import cores
 
@@ -61,10 +58,10 @@ class TorchrunOptions:
         any_port = max_nodes == 1 and "MASTER_PORT" not in os.environ
         port = 0 if any_port else environment_int("MASTER_PORT", 29500, 1, 65535)
         if node >= max_nodes:
-            die(f"NODE_RANK={node}: must be below NNODES={max_nodes}")
+            raise ConfigError("", f"NODE_RANK={node}: must be below NNODES={max_nodes}")
         restarts = environment_int("MAX_RESTARTS", 0, 0)
         if max_nodes > 1 and "MASTER_ADDR" not in os.environ:
-            die(f"NNODES={max_nodes}: set MASTER_ADDR to the host name of the first node")
+            raise ConfigError("", f"NNODES={max_nodes}: set MASTER_ADDR to the host name of the first node")
         return cls(ranks, min_nodes, max_nodes, node, os.environ.get("MASTER_ADDR", "localhost"), port, restarts)
 
     @property
@@ -91,7 +88,9 @@ def _num_nodes() -> tuple[int, int]:
     text = os.environ.get("NNODES", "1")
     match = re.fullmatch("([0-9]{1,6})(?::([0-9]{1,6}))?", text)
     if match is None or not 0 < int(match[1]) <= int(match[2] or match[1]):
-        die(f"NNODES={text}: expected an integer of at least 1, or a minimum and a maximum such as 2:4")
+        raise ConfigError(
+            "", f"NNODES={text}: expected an integer of at least 1, or a minimum and a maximum such as 2:4"
+        )
     return int(match[1]), int(match[2] or match[1])
 
 
@@ -114,7 +113,7 @@ def main(listener: SignalListener) -> NoReturn:
     if config.model.revision:  # the ranks use this commit, even if the model changes on the Hub meanwhile
         os.environ[COMMIT] = f"{config.model.pretrained}@{config.model.revision}"
     os.environ["TORCH_CPP_LOG_LEVEL"] = inherited or "ERROR"  # for the ranks, for the same reason
-    with one_line_errors(config):
+    with config.explained_errors():
         resolve_on_this_node(config, options.ranks, options.max_nodes)
     os.environ.setdefault(
         "OMP_NUM_THREADS", str(max(1, cores() // options.ranks))
@@ -136,7 +135,8 @@ def main(listener: SignalListener) -> NoReturn:
             try:
                 _store = rendezvous.host_on_loopback(options.port)
             except OSError as error:
-                die(f"MASTER_PORT={options.port}: this port cannot be used ({os.strerror(error.errno)})")
+                reason = os.strerror(error.errno)
+                raise ConfigError("", f"MASTER_PORT={options.port}: this port cannot be used ({reason})") from None
             options = replace(options, address=rendezvous.LOOPBACK, port=_store.port)
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
         arguments = options.arguments(timeout_s)
@@ -167,7 +167,7 @@ def run_dry(listener: SignalListener) -> NoReturn:
 
     listener.react = partial(end_before_training, clean_up=end_children)
     try:
-        with one_line_errors(config):
+        with one_line_errors(), config.explained_errors():
             resolved = resolve_on_this_node(config, options.ranks, options.max_nodes)
             code = dry_run(config, resolved, options.ranks)
     except SystemExit as exit:

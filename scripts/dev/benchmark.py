@@ -39,14 +39,9 @@ from scripts.dev.contenders import CONTENDERS
 from scripts.dev.expert_layer import print_experts
 from scripts.dev.peers import MODELS, TOLERANCES, print_peers, print_start
 from trainer.base.config import DataConfig, TokenizerConfig
-from trainer.base.config.command_line import (
-    Arguments,
-    existing_folder,
-    file_to_write,
-    positive_float,
-    positive_int,
-    run_to_end,
-)
+from trainer.base.config.argument_types import existing_folder, file_to_write, positive_float, positive_int
+from trainer.base.config.arguments import Arguments
+from trainer.base.config.exits import run_to_end
 from trainer.base.system.process import cores, memory_available
 from trainer.base.system.units import GIB
 from trainer.checkpoint.async_save import WRITERS

@@ -26,7 +26,9 @@ if __name__ == "__main__":
 import transformers
 
 from tests.models.random_configs import FAMILIES, configurations, outcome
-from trainer.base.config.command_line import Arguments, positive_int, run_to_end
+from trainer.base.config.argument_types import positive_int
+from trainer.base.config.arguments import Arguments
+from trainer.base.config.exits import run_to_end
 
 
 def count(family: str, number: int) -> bool:

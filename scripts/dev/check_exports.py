@@ -40,7 +40,10 @@ from models.decoder import Decoder
 from models.spec import saved_weights
 from scripts.train_tokenizer import train
 from trainer.base.config import TokenizerConfig
-from trainer.base.config.command_line import Arguments, die, positive_int, run_to_end
+from trainer.base.config.argument_types import positive_int
+from trainer.base.config.arguments import Arguments
+from trainer.base.config.errors import ConfigError
+from trainer.base.config.exits import run_to_end
 from trainer.base.config.load import load_config
 from trainer.checkpoint.formats.folders import open_weights
 from trainer.checkpoint.formats.huggingface_writer import write_huggingface
@@ -210,7 +213,7 @@ def compare(python: str, families: list[str], num_strings: int, folder: Path) ->
     script = ROOT / "trainer" / "tools" / "testing" / "transformers_reader.py"
     done = subprocess.run([python, str(script), str(request), str(reply)], stderr=subprocess.PIPE, text=True)
     if done.returncode:
-        die(f"--python {python}: {done.stderr.strip().splitlines()[-1]}")
+        raise ConfigError("", f"--python {python}: {done.stderr.strip().splitlines()[-1]}")
     read = json.loads(reply.read_text())
     expected = {name: [load_tokenizer(config).encode(text) for text in texts] for name, config in tokenizers_.items()}
     print(f"transformers {read['version']}, {len(texts)} strings, tokenizers: {', '.join(tokenizers_)}")

@@ -24,7 +24,8 @@ if __name__ == "__main__":
     exit_on_interrupt()
 
 from trainer.base.config import Config, ConfigError
-from trainer.base.config.command_line import Arguments, add_layout_option, run_to_end
+from trainer.base.config.arguments import Arguments, add_layout_option
+from trainer.base.config.exits import run_to_end
 from trainer.tools.planner.simulate import Simulation, simulate
 from trainer.tools.testing.allocations import measure, silence_profiler
 from trainer.tools.testing.layouts import (

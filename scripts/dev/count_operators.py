@@ -34,7 +34,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from models import MODELS
 from models.context import Context
 from trainer.base.config import ActivationCheckpointConfig
-from trainer.base.config.command_line import Arguments, run_to_end
+from trainer.base.config.arguments import Arguments
+from trainer.base.config.exits import run_to_end
 from trainer.objective.cross_entropy import _compiled_losses_and_gradient, _losses_and_gradient
 from trainer.parallel.activation_checkpoint import SAVEABLE_OPS, block_forward, recompute_policy
 from trainer.parallel.feed_forward import apply_gated_products

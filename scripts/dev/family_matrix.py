@@ -22,7 +22,8 @@ from trainer.base.system.signals import exit_on_interrupt
 if __name__ == "__main__":
     exit_on_interrupt()
 
-from trainer.base.config.command_line import Arguments, run_to_end
+from trainer.base.config.arguments import Arguments
+from trainer.base.config.exits import run_to_end
 from trainer.base.system.environment import environment
 from trainer.base.system.files import read_json_lines
 from trainer.tools.testing.layouts import DEBUG_FAMILIES, Layout

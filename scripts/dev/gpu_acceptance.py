@@ -40,7 +40,8 @@ from torch import Tensor
 
 from models.spec import meta_model, saved_weights
 from trainer.base.config import ConfigError
-from trainer.base.config.command_line import Arguments, run_to_end
+from trainer.base.config.arguments import Arguments
+from trainer.base.config.exits import run_to_end
 from trainer.base.config.load import load_config
 from trainer.base.system.checkpoint_folder import MODEL_FILE
 from trainer.base.system.environment import environment

@@ -20,7 +20,9 @@ if __name__ == "__main__":
     exit_on_interrupt()
 
 from trainer.base.config import Config, ConfigError
-from trainer.base.config.command_line import Arguments, number, run_to_end
+from trainer.base.config.argument_types import number
+from trainer.base.config.arguments import Arguments
+from trainer.base.config.exits import run_to_end
 from trainer.base.config.load import load_config
 from trainer.base.system.units import GIB
 from trainer.runtime import device as devices

@@ -24,7 +24,8 @@ if __name__ == "__main__":
     exit_on_interrupt()
 
 from trainer.base.config import ConfigError
-from trainer.base.config.command_line import Arguments, run_to_end
+from trainer.base.config.arguments import Arguments
+from trainer.base.config.exits import run_to_end
 from trainer.base.config.load import load_config
 from trainer.base.system.files import atomic_write
 from trainer.base.system.units import GIB

@@ -23,7 +23,9 @@ if __name__ == "__main__":
     exit_on_interrupt()
 
 from trainer.base.config import Config, ConfigError
-from trainer.base.config.command_line import Arguments, add_layout_option, positive_int, run_to_end
+from trainer.base.config.argument_types import positive_int
+from trainer.base.config.arguments import Arguments, add_layout_option
+from trainer.base.config.exits import run_to_end
 from trainer.tools.planner.report import canvas, save
 from trainer.tools.testing.bugs import BUGS
 from trainer.tools.testing.layouts import Layout, num_ranks

@@ -26,7 +26,10 @@ if __name__ == "__main__":
     exit_on_interrupt()
 
 from trainer.base.config import ConfigError
-from trainer.base.config.command_line import Arguments, config_from_command_line, file_to_write, run_to_end
+from trainer.base.config.argument_types import file_to_write
+from trainer.base.config.arguments import Arguments
+from trainer.base.config.command_line import config_from_command_line
+from trainer.base.config.exits import run_to_end
 from trainer.base.config.render import require_same_settings
 from trainer.base.system.process import die_with_parent
 from trainer.run.sinks.sink import METRICS_FILE

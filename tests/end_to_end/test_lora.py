@@ -29,7 +29,7 @@ from tests.training_runs import (
 )
 from trainer.adapters.select import LORA_A
 from trainer.base.config import CheckpointConfig, ConfigError
-from trainer.base.config.command_line import run_to_end
+from trainer.base.config.exits import run_to_end
 from trainer.base.config.load import load_config
 from trainer.batch import IGNORE_INDEX
 from trainer.checkpoint.formats.adapter import Adapter, MergedWeights

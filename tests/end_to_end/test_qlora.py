@@ -19,7 +19,7 @@ from tests.end_to_end.test_lora import STEADY, train
 from tests.training_runs import checkpoint_of, combine, error_line, in_folder, measured, records, trainer_from
 from trainer.adapters import nf4
 from trainer.base.config import ConfigError
-from trainer.base.config.command_line import run_to_end
+from trainer.base.config.exits import run_to_end
 from trainer.base.config.load import load_config
 from trainer.checkpoint.formats.folders import open_weights
 from trainer.checkpoint.storage import read_index

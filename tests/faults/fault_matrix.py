@@ -25,7 +25,9 @@ if __name__ == "__main__":
 from tests.faults.cases import CASES
 from tests.faults.harness import Failed, FaultHarness, SeededRandom
 from trainer.base.config import ConfigError
-from trainer.base.config.command_line import Arguments, existing_folder, non_negative_int, positive_int, run_to_end
+from trainer.base.config.argument_types import existing_folder, non_negative_int, positive_int
+from trainer.base.config.arguments import Arguments
+from trainer.base.config.exits import run_to_end
 from trainer.base.system.files import parse_json_object
 from trainer.tools.testing.layouts import Layout, flags
 

@@ -14,7 +14,7 @@ from tests.commands import parser_of, run_script
 from tests.conftest import ROOT
 from tests.fuzz.check import bad_refusal, limits, record
 from tests.fuzz.strategies import NUMBERS, TEXTS, sometimes
-from trainer.base.config.command_line import existing_folder, file_to_write, utf8
+from trainer.base.config.argument_types import existing_folder, file_to_write, utf8
 from trainer.base.config.fields import settings
 from trainer.base.config.toml_text import toml_value
 

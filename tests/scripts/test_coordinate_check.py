@@ -6,7 +6,7 @@ import pytest
 
 from scripts import coordinate_check
 from scripts.coordinate_check import verdict
-from trainer.base.config.command_line import run_to_end
+from trainer.base.config.exits import run_to_end
 from trainer.tools.testing.coordinates import ACTIVATIONS, AFTER, BEFORE, CHANGE, Curves
 
 

@@ -16,8 +16,6 @@ COMMANDS = sorted(f"scripts.{path.stem}" for path in (ROOT / "scripts").glob("*.
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_shows_every_option_with_a_text_and_a_value(command, monkeypatch):
-    if command.endswith("train_tokenizer"):
-        pytest.importorskip("tokenizers")
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     parsers = [parser_of(importlib.import_module(command).main)]
     while parsers:

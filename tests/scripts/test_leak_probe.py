@@ -9,7 +9,7 @@ import torch
 from scripts import leak_probe
 from scripts.leak_probe import Probe, probed_tokens
 from tests.conftest import ROOT
-from trainer.base.config.command_line import run_to_end
+from trainer.base.config.exits import run_to_end
 from trainer.base.config.load import load_config
 from trainer.tools.testing.layouts import Layout, Table
 from trainer.tools.testing.parity import Row

@@ -12,7 +12,7 @@ import torch
 
 from scripts import parity
 from tests.conftest import ROOT
-from trainer.base.config.command_line import run_to_end
+from trainer.base.config.exits import run_to_end
 from trainer.tools.testing import parity as comparison
 from trainer.tools.testing.bugs import BUGS
 from trainer.tools.testing.layouts import Layout

@@ -20,6 +20,7 @@ from tests.conftest import ROOT
 from tests.end_to_end.test_commands import SCRIPT, call
 from tests.training_runs import combine, error_line, in_folder, train
 from trainer.base.config import Config, ConfigError, ModelConfig, TrainingConfig
+from trainer.base.config.exits import one_line_errors
 from trainer.base.config.load import load_config
 from trainer.base.system.files import try_lock
 from trainer.base.system.units import format_bytes
@@ -270,7 +271,7 @@ def test_a_dry_run_of_one_process_is_that_of_the_launcher(monkeypatch):
 
 def test_a_rank_of_torchrun_refuses_a_dry_run(monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(SystemExit) as exit:
+    with pytest.raises(SystemExit) as exit, one_line_errors():
         train_py.run_dry()
     line = "--dry-run: needs no ranks; start run_llama_train.sh, which knows their number from NGPU and NNODES\n"
     assert (exit.value.code, capsys.readouterr().err) == (2, line)

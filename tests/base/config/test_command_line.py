@@ -9,8 +9,10 @@ import pytest
 
 from tests.commands import run_script
 from tests.conftest import ROOT
-from trainer.base.config import ConfigError, command_line
-from trainer.base.config.command_line import check_environment, refuse_separate_tasks, run_to_end
+from trainer.base.config import ConfigError, separate_tasks
+from trainer.base.config.environment_variables import check_environment
+from trainer.base.config.exits import one_line_errors, run_to_end
+from trainer.base.config.separate_tasks import refuse_separate_tasks
 from trainer.base.system import console
 from trainer.base.system.children import children_ignore_signals
 from trainer.base.system.streams import MAX_LINE, print_error, shorten
@@ -50,7 +52,7 @@ MPIRUN = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"}
 @pytest.fixture
 def variables(monkeypatch):
     """Function that sets environment variables, after those of a cluster are removed."""
-    for name in ("WORLD_SIZE", "NNODES", *command_line._TASK_COUNTS):
+    for name in ("WORLD_SIZE", "NNODES", *separate_tasks._TASK_COUNTS):
         monkeypatch.delenv(name, raising=False)
     return lambda values: [monkeypatch.setenv(*pair) for pair in values.items()]
 
@@ -71,23 +73,23 @@ def test_several_tasks_without_a_rendezvous_are_refused(variables, monkeypatch, 
         "node and set NNODES, NODE_RANK and MASTER_ADDR (docs/multi_node.md). For separate runs, start each task with "
         f"env -u {count}\n"
     )
-    monkeypatch.setattr(command_line.time, "sleep", lambda _: None)
+    monkeypatch.setattr(separate_tasks.time, "sleep", lambda _: None)
     for task, expected in (("0", line), ("1", "")):  # the first task prints the line for all
         variables({count: "2", index: task})
-        with pytest.raises(SystemExit) as exit:
+        with pytest.raises(SystemExit) as exit, one_line_errors():
             refuse_separate_tasks()
         assert (exit.value.code, capsys.readouterr().err) == (2, expected)
 
 
-def test_more_tasks_than_nodes_are_refused_and_the_line_names_all_variables_to_remove(variables, capsys):
+def test_more_tasks_than_nodes_are_refused_and_the_line_names_all_variables_to_remove(variables):
     variables({"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "0", "PMI_SIZE": "4", "NNODES": "2"})
-    with pytest.raises(SystemExit):
+    with pytest.raises(ConfigError) as error:
         refuse_separate_tasks(2)
-    line = capsys.readouterr().err
+    line = str(error.value)
     assert line.startswith(
         "SLURM_STEP_NUM_TASKS=4: srun has started 4 tasks of this command, but the run has 2 nodes. "
     )
-    assert line.endswith(" start each task with env -u SLURM_STEP_NUM_TASKS -u PMI_SIZE\n")
+    assert line.endswith(" start each task with env -u SLURM_STEP_NUM_TASKS -u PMI_SIZE")
 
 
 @pytest.mark.parametrize("command", ["train.py", "trainer/launch.py"])
@@ -177,7 +179,7 @@ CLOSED = "stdout is closed, so that no result can be printed; to discard the res
 @pytest.mark.parametrize(("reader", "code", "error"), [("pipe", 141, ""), ("/dev/full", 2, FULL)])
 @pytest.mark.parametrize("output", ["'x' * 10**6", "'x', flush=True", "'x'"])
 def test_output_that_nobody_reads_ends_a_script_without_a_traceback(reader, code, error, output):
-    program = f"from trainer.base.config.command_line import run_to_end; run_to_end(lambda: print({output}))"
+    program = f"from trainer.base.config.exits import run_to_end; run_to_end(lambda: print({output}))"
     read, write = os.pipe()
     os.close(read)
     with os.fdopen(write, "w") if reader == "pipe" else open(reader, "w") as out:
@@ -225,7 +227,7 @@ def test_scripts_handle_interrupts_before_they_import_other_packages(script):
 
 def test_sigterm_ends_a_script_like_an_interrupt():
     program = (
-        "import os, signal; from trainer.base.config.command_line import run_to_end\n"
+        "import os, signal; from trainer.base.config.exits import run_to_end\n"
         "run_to_end(lambda: os.kill(os.getpid(), signal.SIGTERM), 'ended')"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)

@@ -9,7 +9,7 @@ import pytest
 from tests.base.config.test_hub import NAME, hub  # noqa: F401 (a fixture)
 from tests.hub_server import git_sha1
 from trainer.base.config import ConfigError
-from trainer.base.config.command_line import Arguments
+from trainer.base.config.arguments import Arguments
 from trainer.base.config.hub import COMMIT
 from trainer.base.config.load import load_config
 from trainer.base.config.pretrained import provenance

@@ -159,10 +159,8 @@ def num_ranks(parallel: ParallelConfig) -> int:
 def load_layout(argv: Sequence[str]) -> Config:
     """Load the configuration of a layout. If the layout cannot run, raise ConfigError with the complete line for the user."""
     config = load_config(argv)
-    try:
+    with config.explained_errors():
         resolve(config, num_ranks(config.parallel))
-    except ConfigError as error:
-        raise ConfigError("", config.explain(error)) from None
     return config
 
 

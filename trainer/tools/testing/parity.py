@@ -203,10 +203,8 @@ class Runs:
                 raise ConfigError("", f"--{key} {value}: only --layout 'name=value ...' can set [{section}]")
         self.folder = folder
         config = load_config(argv)
-        try:
+        with config.explained_errors():
             compatibility.check(config, {TRANSFORMERS: Known(with_transformers)})
-        except ConfigError as error:
-            raise ConfigError("", config.explain(error)) from None
         defaults = {
             key: toml_value(setting.default).strip('"')
             for key, setting in settings().items()

@@ -1,6 +1,7 @@
 """The configuration of a run: its sections, each of which is declared in a module beside this one."""
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -68,3 +69,11 @@ class Config:
         section, _, name = error.key.partition(".")
         default = f"[{section}] {name} = {toml_value(self.value(error.key))} (default)"
         return f"{self.origins.get(error.key, default)}: {error.message}"
+
+    @contextmanager
+    def explained_errors(self) -> Iterator[None]:
+        """Context manager whose body raises each ConfigError with the complete line for the user."""
+        try:
+            yield
+        except ConfigError as error:
+            raise ConfigError("", self.explain(error)) from None

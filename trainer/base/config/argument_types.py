@@ -1,0 +1,61 @@
+"""Types of the arguments of scripts: functions that parse the text of an argument."""
+
+import argparse
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from trainer.base.config.fields import parse_text, range_error, type_name
+from trainer.base.config.schema.constraint import Constraint
+from trainer.base.system.files import folder_error
+from trainer.base.system.paths import path_error
+
+
+def utf8(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise argparse.ArgumentTypeError("expected UTF-8 text") from None
+    return text
+
+
+def local_path(text: str) -> Path:
+    """Parse a path. Options with `type=Path` are parsed by this function."""
+    if problem := path_error(text):
+        raise argparse.ArgumentTypeError(f"{text}: {problem}")
+    return Path(text)
+
+
+def existing_folder(text: str) -> Path:
+    local_path(text)
+    if problem := folder_error(text):
+        raise argparse.ArgumentTypeError(f"{text}: {problem}")
+    return Path(text)
+
+
+def file_to_write(text: str) -> Path:
+    path = local_path(text)
+    existing_folder(str(path.parent))
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text}: is a folder")
+    return path
+
+
+def number(kind: type[int] | type[float], least: float, most: float) -> Callable[[str], Any]:
+    """Return the parser of an option whose value is a number from `least` to `most`."""
+
+    def parse(text: str) -> int | float:
+        with suppress(ValueError):
+            value = parse_text(text, kind)
+            if not range_error(value, Constraint(min=least, max=most)):
+                return value
+        raise argparse.ArgumentTypeError(f"{text}: expected {type_name(kind)} from {least} to {most}")
+
+    return parse
+
+
+positive_int = number(int, 1, 2**31)
+non_negative_int = number(int, 0, 2**31)
+positive_float = number(float, 1e-18, 1e18)  # products and quotients of two such numbers are finite
+non_negative_float = number(float, 0, 1e18)
