@@ -93,25 +93,18 @@ def start_fork_server(modules: Sequence[str]) -> ForkServerContext:
     limit_spinning()  # the server inherits it
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(modules))
-    with children_ignore_signals(), _short_socket_paths():
-        forkserver.ensure_running()
+    options, folder = multiprocessing.current_process()._config, util.get_temp_dir()
+    options["tempdir"] = _path_for_sockets(folder)
+    try:
+        with children_ignore_signals():
+            forkserver.ensure_running()
+    finally:
+        options["tempdir"] = folder
     return context
 
 
-@contextmanager
-def _short_socket_paths() -> Iterator[None]:
-    """Context manager in which multiprocessing makes sockets in its temporary folder under a short path. The path of a socket has
-    at most 107 characters, and TMPDIR may be longer."""
-    folder, options = util.get_temp_dir(), multiprocessing.current_process()._config
-    if sys.platform == "linux":
-        options["tempdir"] = f"/proc/self/fd/{_opened(folder)}"
-    try:
-        yield
-    finally:
-        options["tempdir"] = folder
-
-
 @cache
-def _opened(folder: str) -> int:
-    """Return a descriptor of a folder, which stays open: this process uses its path whenever it connects to a socket."""
-    return os.open(folder, os.O_PATH | os.O_CLOEXEC)
+def _path_for_sockets(folder: str) -> str:
+    """Return a short path of a folder: that of a socket has at most 107 characters, and TMPDIR may be longer. Its descriptor
+    stays open, because this process uses the path whenever it connects to a socket."""
+    return f"/proc/self/fd/{os.open(folder, os.O_PATH | os.O_CLOEXEC)}" if sys.platform == "linux" else folder

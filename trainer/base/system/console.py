@@ -10,14 +10,13 @@ import os
 import sys
 import threading
 import time
-from contextlib import suppress
 from logging.handlers import WatchedFileHandler
 from pathlib import Path
 
 from tqdm import tqdm
 
 from trainer.base.system.files import require_regular
-from trainer.base.system.streams import presentable
+from trainer.base.system.streams import presentable, print_line
 from trainer.base.system.units import duration
 
 LOGGER = logging.getLogger("meshwright")
@@ -25,30 +24,31 @@ LOGGER = logging.getLogger("meshwright")
 _LOCK = threading.RLock()
 """Lock of the progress bars. tqdm's own lock is also a semaphore, about which Python warns if the process is killed."""
 
+_TIME = "%H:%M:%S"
 _LINE_INTERVAL_S = 5.0
 """Minimum interval between two lines of progress."""
 
 
-def _rank() -> int:
-    return int(os.environ.get("RANK", "0"))
-
-
 def _is_logging_rank() -> bool:
     ranks = os.environ.get("LOG_RANK", "0")
-    return ranks == "all" or str(_rank()) in ranks.split(",")
+    return ranks == "all" or os.environ.get("RANK", "0") in ranks.split(",")
+
+
+def _line(record: logging.LogRecord, time_format: str) -> str:
+    rank = os.environ.get("RANK", "0")
+    origin = "" if rank == "0" else f"[rank {rank}] "
+    kind = "warning: " if record.levelno >= logging.WARNING else ""
+    at = time.strftime(time_format, time.localtime(record.created))
+    return f"{at} {origin}{presentable(kind + record.getMessage())}"
 
 
 class ConsoleHandler(logging.Handler):
     """Writes information to stdout, and warnings to stderr."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        if not getattr(record, "on_console", True):
-            return
-        is_warning = record.levelno >= logging.WARNING
-        # The streams of now: a caller may have replaced or closed those of the import.
-        with suppress(OSError):  # a full disk or a closed terminal must not stop a run
-            file = sys.stderr if is_warning else sys.stdout
-            print(f"{time.strftime('%H:%M:%S')} {_line(record)}\n", end="", file=file, flush=True)  # as in print_error
+        if getattr(record, "on_console", True):
+            # The streams of now: a caller may have replaced or closed those of the import.
+            print_line(_line(record, _TIME), sys.stderr if record.levelno >= logging.WARNING else sys.stdout)
 
 
 class FileHandler(WatchedFileHandler):
@@ -66,7 +66,7 @@ class FileHandler(WatchedFileHandler):
             self.handleError(record)
 
     def format(self, record: logging.LogRecord) -> str:
-        return f"{time.strftime('%Y-%m-%d %H:%M:%S')} {_line(record)}"
+        return _line(record, f"%Y-%m-%d {_TIME}")
 
     def handleError(self, record: logging.LogRecord) -> None:
         if not self.has_warned:
@@ -77,12 +77,6 @@ class FileHandler(WatchedFileHandler):
     def _open(self) -> io.TextIOWrapper:
         require_regular(self.path)  # opening a named pipe would wait forever
         return super()._open()
-
-
-def _line(record: logging.LogRecord) -> str:
-    rank = f"[rank {_rank()}] " if _rank() else ""
-    is_warning = record.levelno >= logging.WARNING
-    return rank + presentable(f"warning: {record.getMessage()}" if is_warning else record.getMessage())
 
 
 def log_to(path: Path) -> None:
@@ -174,8 +168,7 @@ class _ProgressLines:
         sizes = (self.n,) if self.total is None else (self.n, self.total)
         done = " of ".join(f"{size:,}" if size < 1000 else tqdm.format_sizeof(size) for size in sizes)
         line = f"{self.desc}: {done} {self.unit.strip()}, {duration(now - self.started)}{self._left(now)}"
-        with suppress(OSError):  # as in ConsoleHandler
-            print(f"{time.strftime('%H:%M:%S')} {line}", file=sys.stderr, flush=True)
+        print_line(f"{time.strftime(_TIME)} {line}", sys.stderr)
 
     def _left(self, now: float) -> str:
         """Return the remaining time as text. Between two advances, it decreases as time passes."""

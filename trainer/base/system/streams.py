@@ -4,7 +4,7 @@ import io
 import os
 import sys
 from contextlib import suppress
-from typing import Any
+from typing import Any, TextIO
 
 MAX_LINE = 2000
 """Maximum number of characters of a line of a message. A message may repeat a value of any length."""
@@ -87,8 +87,13 @@ def flush_standard_streams() -> None:
             stream.flush()
 
 
-def print_error(text: str) -> None:
-    """Print a line, or several, on stderr. If nobody can read it, the exit code still reports the error."""
+def print_line(text: str, stream: TextIO) -> None:
+    """Print a line, or several. A full disk, a reader that has exited or a closed terminal must not stop a run."""
     with suppress(OSError):
         # In one call: unbuffered, each is a write, between which another process may write.
-        print(f"{presentable(text)}\n", end="", file=sys.stderr, flush=True)
+        print(f"{text}\n", end="", file=stream, flush=True)
+
+
+def print_error(text: str) -> None:
+    """Print a message on stderr. If nobody can read it, the exit code still reports the error."""
+    print_line(presentable(text), sys.stderr)
