@@ -60,7 +60,7 @@ from trainer.base.config import Config, ConfigError
 from trainer.base.config.load import load_config
 from trainer.base.system.spelling import counted
 from trainer.base.system.streams import print_error
-from trainer.tools.planner.report import canvas, save
+from trainer.tools.report.picture import Picture
 from trainer.tools.testing.coordinates import ACTIVATIONS, AFTER, BEFORE, CHANGE, Curves, settings_of_runs
 from trainer.tools.testing.layouts import Table, flags, settings_of
 from trainer.tools.testing.ranks import RankError
@@ -122,7 +122,7 @@ def main() -> None:
     config = with_base_width(argv, widths[0])
     base = config.optimizer.base_width
     without = replace(config, optimizer=replace(config.optimizer, base_width=None))
-    figure = args.output and canvas(args.output, "--output")
+    picture = args.output and Picture.open(args.output, "--output")
     curves = {}
     with tempfile.TemporaryDirectory(prefix="coordinates-", ignore_cleanup_errors=True) as folder:
         for title, settings in {f"base_width {base}": config, "without base_width": without}.items():
@@ -132,9 +132,9 @@ def main() -> None:
             except RankError as error:
                 raise ConfigError("", f"{title}: {str(error).strip().splitlines()[-1]}") from None
             print_table(curves[title], title)
-    if figure:
-        draw(figure, curves, args.steps)
-        save(figure, args.output, "--output", dpi=100)
+    if picture:
+        draw(picture.figure, curves, args.steps)
+        picture.save(dpi=100)
         print(f"wrote {args.output}")
     if problem := verdict(*curves.values(), args.limit):
         print_error(problem)

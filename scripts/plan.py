@@ -79,8 +79,9 @@ if __name__ == "__main__":
 from trainer.base.config import Config
 from trainer.base.config.flags import parse_argv
 from trainer.tools.planner.estimate import Hardware, RunEstimate, estimate, this_machine
-from trainer.tools.planner.report import as_json, as_text, canvas, draw, headline, ranking
+from trainer.tools.planner.report import as_json, as_text, headline, ranking
 from trainer.tools.planner.search import search
+from trainer.tools.report.picture import Picture, draw_memory
 
 
 def accelerator_of(args: argparse.Namespace) -> AcceleratorSpec:
@@ -133,13 +134,14 @@ def main() -> None:
         memory = f"{accelerator.memory_gib:g} GiB"
         raise ConfigError("", f"--reserve-gib {args.reserve_gib:g}: must be less than the device's memory of {memory}")
     with config.explained_errors():
-        figure = canvas(args.plot, "--plot") if args.plot else None
+        picture = Picture.open(args.plot, "--plot") if args.plot else None
         if args.search:
             sys.exit(0 if print_search(config, hardware, args, settings).fits else 1)
         result = estimate(config, hardware, args.expert_imbalance)
     print(as_json(result) if args.json else as_text(result, args.device, args.tokens, args.price_per_gpu_hour))
-    if figure is not None:  # after the plan, which a full disk must not hide
-        draw(figure, args.plot, "--plot", result.largest, headline(result, args.device), accelerator.memory_gib)
+    if picture is not None:  # after the plan, which a full disk must not hide
+        draw_memory(picture.figure, result.largest, headline(result, args.device), accelerator.memory_gib)
+        picture.save(dpi=150)
     sys.exit(0 if result.fits else 1)
 
 

@@ -68,7 +68,9 @@ def report(config: Config, stores: dict[str, Path], tokenizer: Tokenizer, args: 
     """Print the table of the datasets and the documents that --show asks for, and write the page of --html."""
     from trainer.data.build import open_datasets
     from trainer.data.sampling.loader import SampleOrder
-    from trainer.tools.report.view import figures, page, text
+    from trainer.tools.report.page import data_page
+    from trainer.tools.report.view import text
+    from trainer.tools.report.view.dataset_table import dataset_table, refusals
     from trainer.tools.report.view.samples import view_samples
 
     data, sets, training, is_sharded = config.data, config.evaluation.datasets, config.training, args.shard != (0, 1)
@@ -77,10 +79,8 @@ def report(config: Config, stores: dict[str, Path], tokenizer: Tokenizer, args: 
     if not is_sharded:
         folders = json.dumps({name: str(folder) for name, folder in stores.items()})
         datasets = open_datasets(data, sets, folders, training.seq_len, evaluates)
-    rows = figures.as_table(
-        figures.split_figures(data, sets, stores, training, datasets.phases if datasets else (), evaluates), data
-    )
-    notes = list(figures.refusals(data, sets, stores))
+    rows = dataset_table(data, sets, stores, training, datasets.phases if datasets else (), evaluates)
+    notes = list(refusals(data, sets, stores))
     print("", *text.table_lines(rows), *notes, sep="\n")
     if datasets is None or not (args.show or args.html):
         return
@@ -98,7 +98,7 @@ def report(config: Config, stores: dict[str, Path], tokenizer: Tokenizer, args: 
             if left <= 0:
                 break
     if args.html:
-        atomic_write(args.html, page.page(f"Data of {config.run.name}", rows, notes, list(samples())))
+        atomic_write(args.html, data_page(f"Data of {config.run.name}", rows, notes, list(samples())))
         print("", f"wrote {args.html}", sep="\n")
 
 

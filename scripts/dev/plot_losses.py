@@ -26,7 +26,7 @@ from trainer.base.config import Config, ConfigError
 from trainer.base.config.argument_types import positive_int
 from trainer.base.config.arguments import Arguments, add_layout_option
 from trainer.base.config.exits import run_to_end
-from trainer.tools.planner.report import canvas, save
+from trainer.tools.report.picture import Picture
 from trainer.tools.testing.bugs import BUGS
 from trainer.tools.testing.layouts import Layout, num_ranks
 from trainer.tools.testing.parity import LIMITS, Row, Runs, control_row
@@ -89,7 +89,7 @@ def main() -> None:
     parser.add_argument("--steps", type=positive_int, default=40, metavar="N", help="number of steps of each run")
     parser.add_argument("--output", type=Path, required=True, metavar="FILE", help=".png, .svg or .pdf")
     args, argv = parser.parse_known_args()
-    figure = canvas(args.output, "--output")
+    picture = Picture.open(args.output, "--output")
     with tempfile.TemporaryDirectory(prefix="losses-", ignore_cleanup_errors=True) as folder:
         runs = Runs(argv, args.steps, Path(folder))
         rows = [Row.build(runs, Layout.parse(text), 1) for text in args.layout or LAYOUTS]
@@ -109,8 +109,8 @@ def main() -> None:
             loss = max(relative_deviations(reference, records, "loss"))
             print(f"{name}: loss {loss:.1e}, gradient norm {max(results[name]):.1e}", flush=True)
     injected = results.pop(BUG)
-    draw(figure, [record["loss"] for record in reference], results, injected)
-    save(figure, args.output, "--output", dpi=100)
+    draw(picture.figure, [record["loss"] for record in reference], results, injected)
+    picture.save(dpi=100)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
@@ -33,7 +32,7 @@ from trainer.base.config.exits import run_to_end
 from trainer.base.config.render import require_same_settings
 from trainer.base.system.process import die_with_parent
 from trainer.run.sinks.sink import METRICS_FILE
-from trainer.tools.planner.report import canvas, save
+from trainer.tools.report.picture import Picture
 from trainer.tools.report.records import Curve, read_records
 from trainer.tools.testing.layouts import Table, flags, settings_of
 
@@ -95,15 +94,15 @@ def train(argv: Sequence[str]) -> bool:
     return not code
 
 
-def draw(figure: Any, path: Path, results: Sequence[Result]) -> None:
-    """Draw the training losses of the best run of each first value. figure: result of `canvas` for this path."""
-    axes = figure.add_subplot()
+def draw(picture: Picture, results: Sequence[Result]) -> None:
+    """Draw the training losses of the best run of each first value."""
+    axes = picture.figure.add_subplot()
     for _, group in itertools.groupby(results, lambda r: r.values[0]):
         best = min(group, key=lambda r: r.final_loss)
         axes.plot(best.loss.steps, best.loss.values, label=", ".join(best.values), linewidth=1)
     axes.set(xlabel="step", ylabel="training loss")
     axes.legend(frameon=False)
-    save(figure, path, "--plot", dpi=150)
+    picture.save(dpi=150)
 
 
 def main() -> None:
@@ -120,7 +119,7 @@ def main() -> None:
     base = config_from_command_line(argv)
     if "jsonl" not in base.metrics.sinks:
         raise ConfigError("metrics.sinks", 'must contain "jsonl", whose records are compared')
-    figure = None if args.plot is None else canvas(args.plot, "--plot")
+    picture = None if args.plot is None else Picture.open(args.plot, "--plot")
     runs = []
     for values in itertools.product(*varied.values()):
         name = "-".join([base.run.name, *values])
@@ -139,8 +138,8 @@ def main() -> None:
     for result in results:
         losses = f"{result.final_loss:.4f}", f"{result.held_out:.4f}"
         table.row(*result.values, *losses, *(f"{1000 * s:,.0f} ms" for s in (result.step_s, result.update_s)))
-    if figure is not None:
-        draw(figure, args.plot, results)
+    if picture is not None:
+        draw(picture, results)
         print(f"wrote {args.plot}")
 
 

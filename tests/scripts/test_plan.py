@@ -173,13 +173,14 @@ def test_a_full_disk_does_not_hide_the_plan(monkeypatch, capsys):
     monkeypatch.setattr(script, "estimate", lambda *_: result)
     monkeypatch.setattr(script, "as_text", lambda *_: "the plan")
     monkeypatch.setattr(script, "headline", lambda *_: "")
-    monkeypatch.setattr(script, "canvas", lambda *_: "figure")
+    monkeypatch.setattr(script.Picture, "open", lambda *_: script.Picture(None, script.ROOT / "memory.png", "--plot"))
     monkeypatch.setattr(sys, "argv", ["plan.py", "--plot", "memory.png"])
 
-    def full(*_):
+    def full(*_, **__):
         raise ConfigError("", "--plot memory.png: cannot be written (No space left on device)")
 
-    monkeypatch.setattr(script, "draw", full)
+    monkeypatch.setattr(script, "draw_memory", lambda *_: None)
+    monkeypatch.setattr(script.Picture, "save", full)
     with pytest.raises(ConfigError):
         script.main()
     assert capsys.readouterr().out == "the plan\n"

@@ -23,7 +23,7 @@ from trainer.data.sources.source import Span
 from trainer.data.tokenizer.protocol import Tokenizer
 from trainer.run.training_data import prepare_and_open
 from trainer.state import TrainState
-from trainer.tools.report.view.figures import as_table, refusals, split_figures
+from trainer.tools.report.view.dataset_table import dataset_table, refusals
 from trainer.tools.report.view.text import table_lines
 
 PREPARED_BYTES = 64 * 2**20
@@ -51,8 +51,8 @@ class TrialStores:
         configs = all_dataset_configs(data, sets)
         stores = {name: prepare(dataset, config.tokenizer, tokenizer) for name, _, dataset in configs}
         evaluates = config.evaluation.interval_steps > 0
-        figures = split_figures(data, sets, stores, config.training, datasets.phases, evaluates)
-        self.lines = [*table_lines(as_table(figures, data)), *refusals(data, sets, stores), ""]
+        rows = dataset_table(data, sets, stores, config.training, datasets.phases, evaluates)
+        self.lines = [*table_lines(rows), *refusals(data, sets, stores), ""]
         return datasets
 
 

@@ -32,7 +32,7 @@ def test_each_metric_has_a_figure_with_a_line_for_each_run_that_has_it(tmp_path)
     loss, held_out = titled(figures, "Training loss"), titled(figures, "Loss on held_out")
     assert [(line.label, line.color) for line in loss.lines] == [("a", 0), ("b", 1)]
     assert [line.label for line in held_out.lines] == ["a"]
-    assert loss.rows() == [(1, ["3", "4"]), (2, ["2", ""]), (3, ["", "1"])]
+    assert loss.rows() == [("1", ["3", "4"]), ("2", ["2", ""]), ("3", ["", "1"])]
     assert loss.lines[0].summary() == ["2", "3", "2", "2 (step 2)", "3 (step 1)", "0"]
     assert (loss.unit, loss.group) == ("nats", "Losses")
 

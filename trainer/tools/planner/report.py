@@ -1,29 +1,20 @@
-"""Reports of an estimate: text, JSON, a table of candidates, and a plot of memory over a step."""
+"""Reports of an estimate: text, JSON, and a table of candidates."""
 
 import json
 import shlex
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
-from trainer.base.config import ConfigError
-from trainer.base.config.packages import require_package
 from trainer.base.system.spelling import counted
 from trainer.base.system.units import GIB, format_bytes
 from trainer.tools.planner.estimate import FRAGMENTATION, Hardware, RunEstimate
-from trainer.tools.planner.peak import explain, place, remedies
+from trainer.tools.planner.peak import explain, remedies
 from trainer.tools.planner.recorder import MEMORY_CATEGORIES
 from trainer.tools.planner.roofline import BANDWIDTH_EFFICIENCY, FLOPS_EFFICIENCY, NETWORK_EFFICIENCY, wire_bytes
 from trainer.tools.planner.search import Candidate
 from trainer.tools.planner.simulate import Simulation
 
-PLOT_FORMATS = (".png", ".svg", ".pdf")
-COLORS = ("#4477aa", "#66ccee", "#228833", "#ccbb44", "#ee6677", "#aa3377", "#bbbbbb")
-"""Colors of MEMORY_CATEGORIES, distinguishable by color-blind readers (Tol, "Colour schemes")."""
-_BROKEN_AXIS = 3
-"""Ratio of the device memory to the peak from which the vertical axis of a plot is broken."""
 _DAY_S = 86400
 _TIME_UNITS = (("days", _DAY_S), ("hours", 3600), ("minutes", 60), ("seconds", 1))
 
@@ -291,75 +282,3 @@ def _rank_as_json(simulation: Simulation) -> dict[str, Any]:
         ],
         "flops": simulation.flops,
     }
-
-
-def canvas(path: Path, option: str) -> Any:
-    """Return an empty figure. option: command-line option that gave the path. Raises ConfigError if it cannot be written."""
-    try:
-        if path.suffix.lower() not in PLOT_FORMATS:
-            raise ConfigError("", f"the file name must end in {' or '.join(PLOT_FORMATS)}")
-        if not path.parent.is_dir():
-            raise ConfigError("", f"folder {path.parent} does not exist")
-        figure = require_package("matplotlib.figure", "").Figure(figsize=(10, 5), layout="constrained")
-        path.touch()
-        return figure
-    except ConfigError as error:
-        problem = error.message
-    except OSError as error:
-        problem = f"cannot be written ({error.strerror})"
-    raise ConfigError("", f"{option} {path}: {problem}")
-
-
-def draw(figure: Any, path: Path, option: str, simulation: Simulation, title: str, limit_gib: float) -> None:
-    """Draw memory by category over the operators of the step, and a line at the device memory. If the peak is far below it, the
-    vertical axis is broken between the two.
-
-    Args:
-        figure: Result of `canvas` for this path and this option.
-        path: File to write.
-        option: As in `canvas`.
-        simulation: Whose memory is drawn.
-        title: Of the figure.
-        limit_gib: Device memory.
-
-    Raises:
-        ConfigError: The file cannot be written.
-    """
-    peak = simulation.peak / GIB
-    axes = limit_axes = None
-    if limit_gib < _BROKEN_AXIS * peak:
-        axes = limit_axes = figure.add_subplot()
-        axes.set_ylim(0, 1.1 * max(peak, limit_gib))
-    else:
-        limit_axes, axes = figure.subplots(2, 1, sharex=True, height_ratios=(1, 8))
-        axes.set_ylim(0, 1.1 * peak)
-        limit_axes.set(ylim=(0.9 * limit_gib, 1.1 * limit_gib), yticks=[limit_gib], yticklabels=[f"{limit_gib:.4g}"])
-        limit_axes.spines.bottom.set_visible(False)
-        axes.spines.top.set_visible(False)
-        marks = {"marker": [(-1, -0.5), (1, 0.5)], "markersize": 8, "color": "black", "clip_on": False, "linestyle": ""}
-        limit_axes.plot([0, 1], [0, 0], transform=limit_axes.transAxes, **marks)
-        axes.plot([0, 1], [1, 1], transform=axes.transAxes, **marks)
-    points = range(len(simulation.timeline_in_backward))
-    rows = [[num_bytes / GIB for num_bytes in simulation.timeline[category]] for category in MEMORY_CATEGORIES]
-    axes.stackplot(points, *rows, labels=MEMORY_CATEGORIES, colors=COLORS, step="post", linewidth=0)
-    full_height = {"transform": axes.get_xaxis_transform(), "color": "black", "alpha": 0.06, "linewidth": 0}
-    axes.fill_between(points, 0, 1, where=simulation.timeline_in_backward, step="post", **full_height)
-    limit_axes.axhline(limit_gib, color="black", linestyle="--", linewidth=1)
-    text = f"device memory: {limit_gib:.1f} GiB"
-    limit_axes.annotate(text, (0, limit_gib), xytext=(2, 2), textcoords="offset points", fontsize=8)
-    axes.set(xlim=(0, len(points)), xticks=[], xlabel="operators of a step (grey: backward)", ylabel="GiB")
-    limit_axes.set_title(f"{title}\nplanned peak: {peak:.2f} GiB in {place(simulation.peak_at)}")
-    handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles[::-1], labels[::-1], loc="outside right upper", frameon=False)
-    save(figure, path, option, dpi=150)
-
-
-def save(figure: Any, path: Path, option: str, dpi: int) -> None:
-    """Write a figure. option: as in `canvas`. Raises ConfigError if this fails; then no part of the file remains."""
-    try:
-        figure.savefig(path, dpi=dpi)
-    except OSError as error:
-        with suppress(OSError):
-            if path.is_file():  # not a device
-                path.unlink()
-        raise ConfigError("", f"{option} {path}: cannot be written ({error.strerror or error})") from None

@@ -138,12 +138,15 @@ class Figure:
     def is_thinned(self) -> bool:
         return any(len(line.indices) < len(line.curve.steps) for line in self.lines)
 
-    def rows(self) -> list[tuple[int, list[str]]]:
+    def summaries(self) -> list[tuple[str, list[str]]]:
+        return [(line.label, line.summary()) for line in self.lines]
+
+    def rows(self) -> list[tuple[str, list[str]]]:
         """Return (step, value of each line) for steps that are spread evenly over the records."""
         steps = sorted({step for line in self.lines for step in line.curve.steps})
         chosen = [steps[i] for i in np.unique(np.linspace(0, len(steps) - 1, min(_TABLE_ROWS, len(steps))).astype(int))]
         values = [dict(zip(line.curve.steps, line.curve.values, strict=True)) for line in self.lines]
-        return [(step, [number(of[step]) if step in of else "" for of in values]) for step in chosen]
+        return [(f"{step:,}", [number(of[step]) if step in of else "" for of in values]) for step in chosen]
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""The page as HTML: one file, which needs no network and no server."""
+"""Pages of HTML, about runs and about prepared data: each is one file, which needs no network and no server."""
 
 import base64
 import hashlib
@@ -17,6 +17,7 @@ from trainer.tools.report.events import Event, Overview, Samples, event_rows, ov
 from trainer.tools.report.figures import MEANS, PHASE_POINTS, figures_of
 from trainer.tools.report.plan import Plan
 from trainer.tools.report.run import Run, differing
+from trainer.tools.report.view.samples import SampleView, visible
 
 GENERATOR = '<meta name="generator" content="meshwright report">'
 """Tag by which a page of this script is recognized."""
@@ -42,7 +43,8 @@ class View:
     events_left: int
     samples: list[Samples]
     samples_left: int
-    changed: list[tuple[str, str, str]]
+    changed: list[tuple[str, tuple[str, str]]]
+    """Setting -> its value and its default, where they differ."""
 
 
 @dataclass(frozen=True)
@@ -55,11 +57,50 @@ class Watch:
 
 def view_of(run: Run, plan: Plan | str | None) -> View:
     events = run.records.events
-    return View(run, plan, overview_of(run), *event_rows(events), *samples_of(events), run.changed_settings())
+    changed = [(key, (value, default)) for key, default, value in run.changed_settings()]
+    return View(run, plan, overview_of(run), *event_rows(events), *samples_of(events), changed)
+
+
+def build_page(template: str, title: str, scripts: Sequence[str] = (), **values: Any) -> str:
+    """Return a page, on which every value that is not Markup is text only, whatever it contains.
+
+    Args:
+        template: Name of a file of this folder, which fills the blocks of page.html.jinja.
+        title: Title of the page.
+        scripts: All scripts that a browser may run.
+        values: Variables of the template.
+    """
+    templates = Environment(
+        loader=FileSystemLoader(_FOLDER), autoescape=True, undefined=StrictUndefined, finalize=_visible
+    )
+    css = Markup((_FOLDER / "page.css").read_text())
+    policy, marked = _policy(scripts), [Markup(script) for script in scripts]
+    page = templates.get_template(template)
+    return page.render(title=title, policy=policy, css=css, scripts=marked, **values)
+
+
+def _visible(value: Any) -> Any:
+    return visible(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+
+
+def data_page(title: str, rows: Sequence[Sequence[str]], notes: Sequence[str], samples: Sequence[SampleView]) -> str:
+    """Return the page about prepared data.
+
+    Args:
+        title: Heading of the page.
+        rows: Table of the datasets. The first row has the titles.
+        notes: Lines below the table.
+        samples: Samples to show.
+    """
+    (_, *titles), *values = rows
+    table = [(name, cells) for name, *cells in values]
+    return build_page(
+        "dataset.html.jinja", title, titles=["dataset", *titles], rows=table, notes=notes, samples=samples
+    )
 
 
 def render(runs: Sequence[Run], plans: Sequence[Plan | str | None], watch: Watch | None = None) -> str:
-    """Return the page. Raises ConfigError if Bokeh is not installed.
+    """Return the page about runs. Raises ConfigError if Bokeh is not installed.
 
     Args:
         runs: Runs, in the order in which the page shows them.
@@ -72,12 +113,13 @@ def render(runs: Sequence[Run], plans: Sequence[Plan | str | None], watch: Watch
     watched = {"version": watch.version, "interval_s": watch.interval_s} if watch else None
     facts = {"roots": drawing.roots, "steps": drawing.steps, "watch": watched}
     data = f'{json.dumps(facts)[:-1]}, "document": {drawing.document}}}'
-    script = (_FOLDER / "page.js").read_text()
-    templates = Environment(loader=FileSystemLoader(_FOLDER), autoescape=True, undefined=StrictUndefined)
-    return templates.get_template("page.html.jinja").render(
-        title=f"Report of {', '.join(run.label for run in runs[:3])}{f' and {len(runs) - 3} more' * (len(runs) > 3)}",
+    more = f" and {len(runs) - 3} more" if len(runs) > 3 else ""
+    return build_page(
+        "runs.html.jinja",
+        f"Report of {', '.join(run.label for run in runs[:3])}{more}",
+        [drawing.script, (_FOLDER / "page.js").read_text()],
+        generator=Markup(GENERATOR),
         written=time.strftime("%Y-%m-%d %H:%M:%S"),
-        policy=_policy([drawing.script, script]),
         watch=watch,
         views=views,
         figures=figures,
@@ -88,17 +130,14 @@ def render(runs: Sequence[Run], plans: Sequence[Plan | str | None], watch: Watch
         differing=differing(runs) if len(runs) > 1 else [],
         environment=_environment(runs),
         packages=_packages(runs),
-        css=Markup((_FOLDER / "page.css").read_text()),
         data=Markup(data.replace("<", "\\u003c")),  # nothing in the JSON can end the element
-        plotting=Markup(drawing.script),
-        script=Markup(script),
     )
 
 
 def _policy(scripts: Sequence[str]) -> str:
     """Return a policy with which a browser runs only these scripts, and connects only to the server of a watched page."""
     hashes = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
-    allowed = " ".join(f"'sha256-{digest}'" for digest in hashes)
+    allowed = " ".join(f"'sha256-{digest}'" for digest in hashes) or "'none'"
     return (
         f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data:; connect-src 'self'; "
         "base-uri 'none'; form-action 'none'"

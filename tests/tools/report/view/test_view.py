@@ -15,7 +15,7 @@ from trainer.data.sampling.packing import pack, read_packing
 from trainer.data.sampling.samples import ConcatSamples, PackedSamples
 from trainer.data.store.store import TokenStore
 from trainer.data.tokenizer.backends import load_tokenizer
-from trainer.tools.report.view.page import page
+from trainer.tools.report.page import data_page
 from trainer.tools.report.view.samples import Piece, pieces_of, view_samples
 from trainer.tools.report.view.text import sample_lines, table_lines
 
@@ -179,7 +179,7 @@ class Page(HTMLParser):
 
 def test_a_page_shows_hostile_data_as_text_and_needs_no_other_file(chats, tokenizer):
     rows = [["", "documents"], ["<b>mine</b>", "9"]]
-    content = page("Data of </title>", rows, ["refused: <i>"], views(chats, tokenizer))
+    content = data_page("Data of </title>", rows, ["refused: <i>"], views(chats, tokenizer))
     parsed = Page(content)
     assert not {"script", "link", "img", "b", "i"} & set(parsed.tags)
     assert not [name for name, _ in parsed.attributes if name in ("src", "href") or name.startswith("on")]
@@ -190,7 +190,7 @@ def test_a_page_shows_hostile_data_as_text_and_needs_no_other_file(chats, tokeni
 
 
 def test_a_page_speaks_targets_and_names_its_parts(chats, tokenizer):
-    content = page("Data", [["", "documents"], ["mine", "9"]], [], views(chats, tokenizer))
+    content = data_page("Data", [["", "documents"], ["mine", "9"]], [], views(chats, tokenizer))
     parsed = Page(content)
     assert parsed.tags.count("mark") and '<span class="spoken">[target] </span><mark>' in content
     assert content.count("[target] ") == 9 == content.count("<pre")
@@ -212,7 +212,10 @@ def contrast(one, other):
 
 
 def test_both_colour_schemes_of_a_page_have_enough_contrast():
-    content = page("Data", [["", "documents"]], [], [])
+    content = data_page("Data", [["", "documents"]], [], [])
+    assert (
+        ".data td { border: 1px solid var(--muted)" in content and ".data pre { border-color: var(--muted)" in content
+    )
     schemes = [
         dict(re.findall("--([a-z]+): (#[0-9a-f]{6})", line)) for line in content.splitlines() if "--page" in line
     ][:2]
@@ -220,7 +223,7 @@ def test_both_colour_schemes_of_a_page_have_enough_contrast():
     for colours in schemes:
         for text in ("text", "special"):
             assert min(contrast(colours[text], colours[ground]) for ground in ("page", "target")) >= 4.5
-        assert contrast(colours["line"], colours["page"]) >= 3
+        assert contrast(colours["muted"], colours["page"]) >= 3
 
 
 def test_a_table_omits_columns_without_values():

@@ -34,6 +34,9 @@ class DocumentView:
     num_targets: int
     pieces: tuple[Piece, ...]
 
+    def heading(self) -> str:
+        return f"{self.title}: {counted(self.num_tokens, 'token')}, {counted(self.num_targets, 'target')}"
+
 
 @dataclass(frozen=True)
 class SampleView:

@@ -30,7 +30,7 @@ def sample_lines(sample: SampleView, colour: bool, most: int | None = None) -> I
     yield sample.title()
     shown = sample.documents[:most]
     for document in shown:
-        yield f"-- {document.title}: {counted(document.num_tokens, 'token')}, {counted(document.num_targets, 'target')}"
+        yield f"-- {document.heading()}"
         yield (_coloured if colour else _bracketed)(document.pieces)
     if hidden := len(sample.documents) - len(shown):
         yield f"-- {counted(hidden, 'more document')}"

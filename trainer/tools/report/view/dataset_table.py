@@ -3,9 +3,7 @@
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -24,37 +22,15 @@ _REASONS = 5
 """Maximum number of reasons for refusals that are listed for a dataset."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class SplitFigures:
-    """Figures of one split of a dataset. A value that has no meaning for it is None."""
-
-    name: str
-    documents: int
-    tokens: int
-    targets: int
-    longest: int
-    """Number of tokens of the longest document."""
-    refused: int | None
-    """Number of documents of the dataset that could not be read or encoded."""
-    cut: int | None = None
-    """Number of documents (pairs) that data.long_documents has truncated or dropped."""
-    without_target: int | None = None
-    """Number of spans that belong to no sample, because they have no target token."""
-    samples: int | None = None
-    padding: float | None = None
-    """Share of the samples' positions that belong to no document."""
-    steps_per_epoch: float | None = None
-
-
-def split_figures(
+def dataset_table(
     data: DataConfig,
     sets: Mapping[str, str],
     stores: Mapping[str, Path],
     training: TrainingConfig,
     phases: Sequence[MixturePhase],
     evaluates: bool,
-) -> list[SplitFigures]:
-    """Return the figures of each split of each dataset.
+) -> list[list[str]]:
+    """Return the rows of the table: the titles, then one for each split of each dataset. Values without meaning are empty.
 
     Args:
         data: The training datasets.
@@ -65,7 +41,9 @@ def split_figures(
             samples do not exist yet.
         evaluates: Whether the run evaluates. See open_splits.
     """
-    found = []
+    cut = "truncated" if data.long_documents == "truncate" else "dropped"
+    titles = ["", "documents", "tokens", "targets", "longest", "refused", cut, "no target", "samples", "padding"]
+    rows = [[*titles, "steps per epoch"]]
     for name, _, config in all_dataset_configs(data, sets):
         kind, _, dataset = name.partition("/")
         prefix = "" if dataset == SINGLE else f"{dataset}: "
@@ -74,17 +52,18 @@ def split_figures(
         for split, tokens in splits.items():
             is_trained = kind == "train" and split == "train"
             label = "training" if is_trained else "held out" if kind == "train" else "evaluation"
-            values = _of_store(tokens)
+            refused = f"{read_description(stores[name])['bad_documents']:,}" if split == "train" else ""
+            cells, steps = ["", "", "", ""], ""
             if phases:
-                values |= _of_samples(stores[name], split + splits.suffix, config, training.seq_len, values["tokens"])
-            if quota and is_trained and not training.batch_schedule:
-                values["steps_per_epoch"] = values["samples"] * PERIOD / quota / training.global_batch_size
-            refused = read_description(stores[name])["bad_documents"] if split == "train" else None
-            found.append(SplitFigures(name=prefix + label, refused=refused, **values))
-    return found
+                cells, samples = _of_samples(stores[name], split + splits.suffix, config, training.seq_len, tokens)
+                if quota and is_trained and not training.batch_schedule:
+                    steps = f"{samples * PERIOD / quota / training.global_batch_size:,.1f}"
+            rows.append([prefix + label, *_of_store(tokens), refused, *cells, steps])
+    return rows
 
 
-def _of_store(store: TokenStore) -> dict[str, Any]:
+def _of_store(store: TokenStore) -> list[str]:
+    """Return the numbers of documents and tokens, the share of targets, and the number of tokens of the longest document."""
     tokens, num_documents = len(store.tokens), len(store.documents) - 1
     targets, longest = tokens, 0
     if store.targets is not None:
@@ -92,32 +71,22 @@ def _of_store(store: TokenStore) -> dict[str, Any]:
         targets = sum(int(np.count_nonzero(store.targets[i : i + _CHUNK] == 1)) for i in starts)
     for i in range(0, num_documents, _CHUNK):
         longest = max(longest, int(np.diff(store.documents[i : i + _CHUNK + 1]).max()))
-    return {"documents": num_documents, "tokens": tokens, "targets": targets, "longest": longest}
+    share = f"{100 * targets / tokens:.1f} %" if tokens else ""
+    return [f"{num_documents:,}", f"{tokens:,}", share, f"{longest:,}"]
 
 
-def _of_samples(store: Path, split: str, data: DataConfig, seq_len: int, tokens: int) -> dict[str, Any]:
+def _of_samples(folder: Path, split: str, data: DataConfig, seq_len: int, store: TokenStore) -> tuple[list[str], int]:
+    """Return the cells about the samples of a split, and the number of samples. The cells: number of documents (pairs) that
+    data.long_documents has truncated or dropped, number of spans without a target token, which belong to no sample, number of
+    samples, share of their positions that belong to no document."""
     if data.packing == "wrapped":
-        return {"samples": max(0, tokens - 1) // seq_len, "padding": 0.0}
-    counts = read_counts(packing_folder(store, split, data, seq_len))
+        samples = max(0, len(store.tokens) - 1) // seq_len
+        return ["", "", f"{samples:,}", "0.0 %"], samples
+    counts = read_counts(packing_folder(folder, split, data, seq_len))
     positions = counts["samples"] * seq_len
-    padding = 1 - counts["positions"] / positions if positions else None
-    cut = {"cut": counts["truncated_or_dropped"], "without_target": counts["without_target"]}
-    return {"samples": counts["samples"], "padding": padding, **cut}
-
-
-def as_table(figures: Sequence[SplitFigures], data: DataConfig) -> list[list[str]]:
-    """Return the rows of the table, of which the first has the titles."""
-    cut = "truncated" if data.long_documents == "truncate" else "dropped"
-    titles = ["", "documents", "tokens", "targets", "longest", "refused", cut, "no target", "samples", "padding"]
-    rows = [[*titles, "steps per epoch"]]
-    for f in figures:
-        share = f"{100 * f.targets / f.tokens:.1f} %" if f.tokens else ""
-        counts = (f.refused, f.cut, f.without_target, f.samples)
-        padding = "" if f.padding is None else f"{100 * f.padding:.1f} %"
-        steps = "" if f.steps_per_epoch is None else f"{f.steps_per_epoch:,.1f}"
-        numbers = ["" if n is None else f"{n:,}" for n in counts]
-        rows.append([f.name, f"{f.documents:,}", f"{f.tokens:,}", share, f"{f.longest:,}", *numbers, padding, steps])
-    return rows
+    padding = f"{100 * (1 - counts['positions'] / positions):.1f} %" if positions else ""
+    numbers = (counts[name] for name in ("truncated_or_dropped", "without_target", "samples"))
+    return [*(f"{number:,}" for number in numbers), padding], counts["samples"]
 
 
 def refusals(data: DataConfig, sets: Mapping[str, str], stores: Mapping[str, Path]) -> Iterator[str]:
