@@ -45,11 +45,11 @@ from trainer.base.config.arguments import Arguments
 from trainer.base.config.command_line import config_from_command_line
 from trainer.base.config.environment_variables import environment_int
 from trainer.base.config.exits import run_to_end
-from trainer.base.config.packages import require_package
 from trainer.base.config.render import require_same_settings, to_toml
 from trainer.base.system.files import atomic_write, folder_error, read_json_lines, read_json_object
 from trainer.base.system.process import die_with_parent
 from trainer.base.system.spelling import counted
+from trainer.tools.report.picture import Picture
 
 RESULT, PICTURE = "find_lr.json", "find_lr.png"
 LEAST_STEPS = 8
@@ -238,11 +238,15 @@ def _train(settings: Path, folder: Path, steps: int) -> str:
 def draw(path: Path, curve: Curve, suggestion: Suggestion, name: str) -> None:
     """Draw losses over rates. If matplotlib is missing or the file cannot be written, print one line instead."""
     try:
-        figure = require_package("matplotlib.figure", "").Figure(figsize=(8, 5), layout="constrained")
+        picture = Picture.open(path, size=(8, 5))
+        _draw(picture.figure.add_subplot(), curve, suggestion, name)
+        picture.save(dpi=150)
+        print(f"wrote {path}")
     except ConfigError as error:
         print(f"no picture: {error.message}")
-        return
-    axes = figure.add_subplot()
+
+
+def _draw(axes: Any, curve: Curve, suggestion: Suggestion, name: str) -> None:
     axes.plot(curve.rates, curve.losses, ".", color="#888888", markersize=4, label="loss of a step")
     axes.plot(curve.rates, curve.smoothed, color="#004488", label=f"mean of {2 * curve.window + 1} steps")
     if suggestion.rate is not None:
@@ -252,12 +256,6 @@ def draw(path: Path, curve: Curve, suggestion: Suggestion, name: str) -> None:
     margin = 0.05 * (highest - lowest) or 1.0
     axes.set_ylim(lowest - margin, highest + margin)
     axes.legend(frameon=False)
-    try:
-        figure.savefig(path, dpi=150)
-    except OSError as error:
-        print(f"no picture: {path} cannot be written ({error.strerror or error})")
-    else:
-        print(f"wrote {path}")
 
 
 def report(folder: Path, name: str, stopped_by: str) -> None:

@@ -81,7 +81,8 @@ from trainer.base.config.flags import parse_argv
 from trainer.tools.planner.estimate import Hardware, RunEstimate, estimate, this_machine
 from trainer.tools.planner.report import as_json, as_text, headline, ranking
 from trainer.tools.planner.search import search
-from trainer.tools.report.picture import Picture, draw_memory
+from trainer.tools.report.memory_picture import draw_memory
+from trainer.tools.report.picture import Picture
 
 
 def accelerator_of(args: argparse.Namespace) -> AcceleratorSpec:

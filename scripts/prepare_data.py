@@ -68,9 +68,9 @@ def report(config: Config, stores: dict[str, Path], tokenizer: Tokenizer, args: 
     """Print the table of the datasets and the documents that --show asks for, and write the page of --html."""
     from trainer.data.build import open_datasets
     from trainer.data.sampling.loader import SampleOrder
-    from trainer.tools.report.page import data_page
     from trainer.tools.report.view import text
     from trainer.tools.report.view.dataset_table import dataset_table, refusals
+    from trainer.tools.report.view.page import data_page
     from trainer.tools.report.view.samples import view_samples
 
     data, sets, training, is_sharded = config.data, config.evaluation.datasets, config.training, args.shard != (0, 1)

@@ -11,7 +11,6 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -69,9 +68,9 @@ def _documents_of(data: DataConfig, tokenizer: TokenizerConfig) -> Iterator[str]
         print(f"skipped {counted(len(bad_documents), 'bad document')}; the first: {bad_documents[0]}", file=sys.stderr)
 
 
-def train(tokenizers: ModuleType, texts: Iterator[str], num_ranks: int) -> list[bytes]:
-    """Return the bytes of each token, sorted by rank: the 256 single bytes, then the merged tokens in the order of training.
-    tokenizers: the package of that name."""
+def train(texts: Iterator[str], num_ranks: int) -> list[bytes]:
+    """Return the bytes of each token, sorted by rank: the 256 single bytes, then the merged tokens in the order of training."""
+    tokenizers = require_package("tokenizers", "")
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     split = tokenizers.pre_tokenizers.Split(tokenizers.Regex(LLAMA3_PATTERN), behavior="isolated")
     byte_level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -90,7 +89,7 @@ def main() -> None:
     vocab_help = f"number of tokens, including {NUM_SPECIAL} special tokens"
     parser.add_argument("--vocab-size", type=positive_int, default=2048, metavar="N", help=vocab_help)
     args, settings = parser.parse_known_args()
-    tokenizers = require_package("tokenizers", "scripts/train_tokenizer.py")
+    require_package("tokenizers", "scripts/train_tokenizer.py")  # before all work
     if not args.out.parent.is_dir():
         raise ConfigError("", f"{args.out}: {args.out.parent} is not a folder")
     if args.out.exists():
@@ -102,7 +101,7 @@ def main() -> None:
         raise ConfigError("", f"--vocab-size {args.vocab_size}: must be at least {NUM_SPECIAL + 256}")
     config = config_from_command_line(settings)
     with config.explained_errors():
-        ranks = train(tokenizers, documents(config.data, config.tokenizer), num_ranks)
+        ranks = train(documents(config.data, config.tokenizer), num_ranks)
     if len(ranks) < num_ranks:
         print(f"the text is too short for {num_ranks} tokens: the file has only {len(ranks)}", file=sys.stderr)
     try:

@@ -142,7 +142,7 @@ def test_without_matplotlib_there_is_one_line_instead_of_a_picture(monkeypatch, 
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     shown = curve()
     draw(tmp_path / "x.png", shown, suggest(shown, ""), "mine")
-    line = f"no picture: needs the package matplotlib: {sys.executable} -m pip install matplotlib\n"
+    line = f"no picture: {tmp_path}/x.png: needs the package matplotlib: {sys.executable} -m pip install matplotlib\n"
     assert capsys.readouterr().out == line and not list(tmp_path.iterdir())
 
 

@@ -9,7 +9,8 @@ import pytest
 from trainer.base.config import ConfigError
 from trainer.base.system.units import GIB
 from trainer.tools.planner.recorder import MEMORY_CATEGORIES, ExecutionPoint
-from trainer.tools.report.picture import Picture, draw_memory
+from trainer.tools.report.memory_picture import draw_memory
+from trainer.tools.report.picture import Picture
 
 
 @pytest.mark.parametrize(("limit_gib", "limits_gib"), [(8, (0, 11)), (12, (0, 13.2)), (100, (90, 110))])
@@ -40,6 +41,6 @@ def test_a_plot_that_cannot_be_written_is_one_line_with_its_name_and_leaves_no_p
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with pytest.raises(ConfigError) as error:
-        Picture(FullDisk(), tmp_path / "memory.png", "--plot").save(dpi=100)
+        Picture(FullDisk(), tmp_path / "memory.png", f"--plot {tmp_path}/memory.png").save(dpi=100)
     assert str(error.value) == f"--plot {tmp_path}/memory.png: cannot be written (No space left on device)"
     assert list(tmp_path.iterdir()) == []

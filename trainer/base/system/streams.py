@@ -12,9 +12,14 @@ STDOUT = "stdout"
 """File name in an OSError about stdout."""
 
 
-def printable(text: str) -> str:
-    """Return the text with every unprintable character, such as a newline, as its escape sequence."""
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+def printable(text: str, kept: str = "") -> str:
+    """Return the text with every unprintable character, such as a newline, as its escape sequence. kept: characters that stay."""
+    return "".join(c if c.isprintable() or c in kept else ascii(c)[1:-1] for c in text)
+
+
+def visible(text: str) -> str:
+    """Return a text that neither controls a console nor hides a character, but keeps its line breaks and tabs."""
+    return printable(text, kept="\n\t\u3000")  # the last is the space of East Asian scripts
 
 
 def shorten(text: str) -> str:

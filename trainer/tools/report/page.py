@@ -1,4 +1,4 @@
-"""Pages of HTML, about runs and about prepared data: each is one file, which needs no network and no server."""
+"""Pages of HTML, each of which is one file that needs no network and no server, and the page about runs."""
 
 import base64
 import hashlib
@@ -12,12 +12,12 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from trainer.base.system.streams import visible
 from trainer.tools.report.drawing import TIMELINE, draw
 from trainer.tools.report.events import Event, Overview, Samples, event_rows, overview_of, samples_of
 from trainer.tools.report.figures import MEANS, PHASE_POINTS, figures_of
 from trainer.tools.report.plan import Plan
 from trainer.tools.report.run import Run, differing
-from trainer.tools.report.view.samples import SampleView, visible
 
 GENERATOR = '<meta name="generator" content="meshwright report">'
 """Tag by which a page of this script is recognized."""
@@ -81,22 +81,6 @@ def build_page(template: str, title: str, scripts: Sequence[str] = (), **values:
 
 def _visible(value: Any) -> Any:
     return visible(value) if isinstance(value, str) and not isinstance(value, Markup) else value
-
-
-def data_page(title: str, rows: Sequence[Sequence[str]], notes: Sequence[str], samples: Sequence[SampleView]) -> str:
-    """Return the page about prepared data.
-
-    Args:
-        title: Heading of the page.
-        rows: Table of the datasets. The first row has the titles.
-        notes: Lines below the table.
-        samples: Samples to show.
-    """
-    (_, *titles), *values = rows
-    table = [(name, cells) for name, *cells in values]
-    return build_page(
-        "dataset.html.jinja", title, titles=["dataset", *titles], rows=table, notes=notes, samples=samples
-    )
 
 
 def render(runs: Sequence[Run], plans: Sequence[Plan | str | None], watch: Watch | None = None) -> str:

@@ -15,7 +15,7 @@ from trainer.data.sampling.packing import pack, read_packing
 from trainer.data.sampling.samples import ConcatSamples, PackedSamples
 from trainer.data.store.store import TokenStore
 from trainer.data.tokenizer.backends import load_tokenizer
-from trainer.tools.report.page import data_page
+from trainer.tools.report.view.page import data_page
 from trainer.tools.report.view.samples import Piece, pieces_of, view_samples
 from trainer.tools.report.view.text import sample_lines, table_lines
 

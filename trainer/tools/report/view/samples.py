@@ -11,9 +11,6 @@ from trainer.batch import IGNORE_INDEX, Batch
 from trainer.data.sampling.samples import Samples
 from trainer.data.tokenizer.protocol import Tokenizer
 
-_LINE_CHARACTERS = "\n\t\u3000"
-"""Characters that `visible` keeps although Python calls them unprintable. The last is the space of East Asian scripts."""
-
 
 @dataclass(frozen=True)
 class Piece:
@@ -61,20 +58,6 @@ class SampleView:
             f"{counted(self.num_targets, 'target')} ({targets}), {counted(len(self.documents), 'document')}, "
             f"{self.padding} of padding ({padding})"
         )
-
-
-def visible(text: str, escaped: str = "") -> str:
-    """Return a text that neither controls a console nor hides a character: unprintable characters, except line breaks and tabs,
-    and those in `escaped` become escape sequences."""
-    return "".join(
-        c if (c.isprintable() or c in _LINE_CHARACTERS) and c not in escaped else _escape(c, escaped) for c in text
-    )
-
-
-def _escape(character: str, escaped: str) -> str:
-    if character in escaped:
-        return f"\\u{ord(character):04x}"
-    return ascii(character)[1:-1]
 
 
 def view_samples(

@@ -4,7 +4,8 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from trainer.base.system.spelling import counted
-from trainer.tools.report.view.samples import Piece, SampleView, visible
+from trainer.base.system.streams import visible
+from trainer.tools.report.view.samples import Piece, SampleView
 
 _RESET = "\x1b[0m"
 _COLOURS = {(True, False): "\x1b[32m", (True, True): "\x1b[1;32m", (False, False): "", (False, True): "\x1b[1;35m"}
@@ -53,7 +54,7 @@ def _bracketed(pieces: Sequence[Piece]) -> str:
 
 
 def _in_brackets(piece: Piece) -> str:
-    text = visible(piece.text, escaped=_TARGET + _SPECIAL)
+    text = "".join(f"\\u{ord(c):04x}" if c in _TARGET + _SPECIAL else c for c in visible(piece.text))
     return f"{_SPECIAL[0]}{text}{_SPECIAL[1]}" if piece.is_special else text
 
 
