@@ -178,29 +178,30 @@ _NAMES = MIXTURE_NAMES | {
 }
 
 _YARN = {"rope_type": "yarn", "rope_original_seq_len": 4096, "rope_mscale": 1.0, "rope_mscale_all_dim": 1.0}
+_SIZES = {
+    "debug": DeepSeekSizes(
+        **DEBUG | DEBUG_EXPERTS | {"n_kv_heads": 8, "hidden_dim": 352, "head_dim": 16, "expert_hidden_dim": 96},
+        n_shared_experts=1, n_groups=4, groups_per_token=2, weight_scale=2.5,
+        q_lora_rank=48, kv_lora_rank=32, qk_nope_head_dim=24, v_head_dim=24,
+        sparse_layers=(False, True, True, True),
+    ),
+    "16b-a3b": DeepSeekSizes(
+        dim=2048, n_layers=27, n_heads=16, n_kv_heads=16, head_dim=64, hidden_dim=11264,
+        vocab_size=163840, norm_eps=1e-5, rope_theta=50_000.0, n_experts=64, experts_per_token=6,
+        expert_hidden_dim=1408, n_shared_experts=2, weight_scale=2.446, kv_lora_rank=512,
+        qk_nope_head_dim=128, v_head_dim=128, sparse_layers=(False,) + (True,) * 26,
+    ),
+    "671b": DeepSeekSizes(
+        dim=7168, n_layers=61, n_heads=128, n_kv_heads=128, head_dim=64, hidden_dim=18432,
+        vocab_size=129280, n_experts=256, experts_per_token=8, expert_hidden_dim=2048,
+        n_shared_experts=1, n_groups=8, groups_per_token=4, weight_scale=2.5, q_lora_rank=1536,
+        kv_lora_rank=512, qk_nope_head_dim=128, v_head_dim=128, rope_factor=40.0, **_YARN,
+        sparse_layers=(False,) * 3 + (True,) * 58,
+    ),
+}  # fmt: skip
 DEEPSEEK_V3 = ModelSpec(
     model=deepseek,
-    sizes={
-        "debug": DeepSeekSizes(
-            **DEBUG | DEBUG_EXPERTS | {"n_kv_heads": 8, "hidden_dim": 352, "head_dim": 16, "expert_hidden_dim": 96},
-            **{"n_shared_experts": 1, "n_groups": 4, "groups_per_token": 2, "weight_scale": 2.5},
-            **{"q_lora_rank": 48, "kv_lora_rank": 32, "qk_nope_head_dim": 24, "v_head_dim": 24},
-            sparse_layers=(False, True, True, True),
-        ),
-        "16b-a3b": DeepSeekSizes(
-            **{"dim": 2048, "n_layers": 27, "n_heads": 16, "n_kv_heads": 16, "head_dim": 64, "hidden_dim": 11264},
-            **{"vocab_size": 163840, "norm_eps": 1e-5, "rope_theta": 50_000.0, "n_experts": 64, "experts_per_token": 6},
-            **{"expert_hidden_dim": 1408, "n_shared_experts": 2, "weight_scale": 2.446, "kv_lora_rank": 512},
-            **{"qk_nope_head_dim": 128, "v_head_dim": 128, "sparse_layers": (False,) + (True,) * 26},
-        ),
-        "671b": DeepSeekSizes(
-            **{"dim": 7168, "n_layers": 61, "n_heads": 128, "n_kv_heads": 128, "head_dim": 64, "hidden_dim": 18432},
-            **{"vocab_size": 129280, "n_experts": 256, "experts_per_token": 8, "expert_hidden_dim": 2048},
-            **{"n_shared_experts": 1, "n_groups": 8, "groups_per_token": 4, "weight_scale": 2.5, "q_lora_rank": 1536},
-            **{"kv_lora_rank": 512, "qk_nope_head_dim": 128, "v_head_dim": 128, "rope_factor": 40.0, **_YARN},
-            sparse_layers=(False,) * 3 + (True,) * 58,
-        ),
-    },
+    sizes=_SIZES,
     huggingface=HuggingFace(
         model_type="deepseek_v3",
         architecture="DeepseekV3ForCausalLM",
@@ -212,10 +213,18 @@ DEEPSEEK_V3 = ModelSpec(
             "num_experts_per_tok": 8,
             "moe_intermediate_size": 2048,
             "n_shared_experts": 1,
-        }
-        | {"n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5, "q_lora_rank": 1536, "kv_lora_rank": 512}
-        | {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "intermediate_size": 18432}
-        | {"max_position_embeddings": 4096, "num_attention_heads": 128},
+            "n_group": 8,
+            "topk_group": 4,
+            "routed_scaling_factor": 2.5,
+            "q_lora_rank": 1536,
+            "kv_lora_rank": 512,
+            "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 128,
+            "intermediate_size": 18432,
+            "max_position_embeddings": 4096,
+            "num_attention_heads": 128,
+        },
         read=_read,
         write=_write,
         size_keys={

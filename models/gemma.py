@@ -129,32 +129,39 @@ _huggingface = partial(HuggingFace, names=_NAMES)
 _FIXED = {"hidden_activation": "gelu_pytorch_tanh", "attention_bias": False}
 # Published files of Gemma 3 rely on these defaults of transformers.
 _DEFAULTS = {
-    **{"hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26, "num_attention_heads": 8},
-    **{"num_key_value_heads": 4, "head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 4096},
-    **{"tie_word_embeddings": True},
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "tie_word_embeddings": True,
 }
 
 _gemma2 = partial(Gemma2Sizes, vocab_size=256000, layer_types=("sliding", "full"))
+_GEMMA2_SIZES = {
+    "debug": _gemma2(
+        **DEBUG, query_pre_attn_scalar=24, window=40,
+        attn_logit_softcapping=2.0, final_logit_softcapping=5.0,
+    ),
+    "2b": _gemma2(
+        dim=2304, n_layers=26, n_heads=8, n_kv_heads=4, head_dim=256, hidden_dim=9216,
+        window=4096, query_pre_attn_scalar=256,
+    ),
+    "9b": _gemma2(
+        dim=3584, n_layers=42, n_heads=16, n_kv_heads=8, head_dim=256, hidden_dim=14336,
+        window=4096, query_pre_attn_scalar=256,
+    ),
+    "27b": _gemma2(
+        dim=4608, n_layers=46, n_heads=32, n_kv_heads=16, head_dim=128, hidden_dim=36864,
+        window=4096, query_pre_attn_scalar=144,
+    ),
+}  # fmt: skip
 GEMMA2 = ModelSpec(
     model=gemma2,
-    sizes={
-        "debug": _gemma2(
-            **{**DEBUG, "query_pre_attn_scalar": 24, "window": 40},
-            **{"attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0},
-        ),
-        "2b": _gemma2(
-            **{"dim": 2304, "n_layers": 26, "n_heads": 8, "n_kv_heads": 4, "head_dim": 256, "hidden_dim": 9216},
-            **{"window": 4096, "query_pre_attn_scalar": 256},
-        ),
-        "9b": _gemma2(
-            **{"dim": 3584, "n_layers": 42, "n_heads": 16, "n_kv_heads": 8, "head_dim": 256, "hidden_dim": 14336},
-            **{"window": 4096, "query_pre_attn_scalar": 256},
-        ),
-        "27b": _gemma2(
-            **{"dim": 4608, "n_layers": 46, "n_heads": 32, "n_kv_heads": 16, "head_dim": 128, "hidden_dim": 36864},
-            **{"window": 4096, "query_pre_attn_scalar": 144},
-        ),
-    },
+    sizes=_GEMMA2_SIZES,
     huggingface=_huggingface(
         model_type="gemma2",
         architecture="Gemma2ForCausalLM",
@@ -168,32 +175,33 @@ GEMMA2 = ModelSpec(
 
 _gemma3 = partial(Gemma3Sizes, layer_types=("sliding",) * 5 + ("full",))
 _LINEAR = {"rope_type": "linear", "rope_factor": 8.0}
+_GEMMA3_SIZES = {
+    # Six layers, because some readers assume that exactly every sixth layer has no window.
+    "debug": _gemma3(**DEBUG | {"n_layers": 6}, query_pre_attn_scalar=24, window=40),
+    "270m": _gemma3(
+        dim=640, n_layers=18, n_heads=4, n_kv_heads=1, head_dim=256, hidden_dim=2048,
+        vocab_size=262144, window=512, query_pre_attn_scalar=256,
+    ),
+    "1b": _gemma3(
+        dim=1152, n_layers=26, n_heads=4, n_kv_heads=1, head_dim=256, hidden_dim=6912,
+        vocab_size=262144, window=512, query_pre_attn_scalar=256,
+    ),
+    "4b": _gemma3(
+        dim=2560, n_layers=34, n_heads=8, n_kv_heads=4, head_dim=256, hidden_dim=10240,
+        vocab_size=262208, window=1024, query_pre_attn_scalar=256, **_LINEAR,
+    ),
+    "12b": _gemma3(
+        dim=3840, n_layers=48, n_heads=16, n_kv_heads=8, head_dim=256, hidden_dim=15360,
+        vocab_size=262208, window=1024, query_pre_attn_scalar=256, **_LINEAR,
+    ),
+    "27b": _gemma3(
+        dim=5376, n_layers=62, n_heads=32, n_kv_heads=16, head_dim=128, hidden_dim=21504,
+        vocab_size=262208, window=1024, query_pre_attn_scalar=168, **_LINEAR,
+    ),
+}  # fmt: skip
 GEMMA3 = ModelSpec(
     model=gemma3,
-    sizes={
-        # Six layers, because some readers assume that exactly every sixth layer has no window.
-        "debug": _gemma3(**DEBUG | {"n_layers": 6}, query_pre_attn_scalar=24, window=40),
-        "270m": _gemma3(
-            **{"dim": 640, "n_layers": 18, "n_heads": 4, "n_kv_heads": 1, "head_dim": 256, "hidden_dim": 2048},
-            **{"vocab_size": 262144, "window": 512, "query_pre_attn_scalar": 256},
-        ),
-        "1b": _gemma3(
-            **{"dim": 1152, "n_layers": 26, "n_heads": 4, "n_kv_heads": 1, "head_dim": 256, "hidden_dim": 6912},
-            **{"vocab_size": 262144, "window": 512, "query_pre_attn_scalar": 256},
-        ),
-        "4b": _gemma3(
-            **{"dim": 2560, "n_layers": 34, "n_heads": 8, "n_kv_heads": 4, "head_dim": 256, "hidden_dim": 10240},
-            **{"vocab_size": 262208, "window": 1024, "query_pre_attn_scalar": 256, **_LINEAR},
-        ),
-        "12b": _gemma3(
-            **{"dim": 3840, "n_layers": 48, "n_heads": 16, "n_kv_heads": 8, "head_dim": 256, "hidden_dim": 15360},
-            **{"vocab_size": 262208, "window": 1024, "query_pre_attn_scalar": 256, **_LINEAR},
-        ),
-        "27b": _gemma3(
-            **{"dim": 5376, "n_layers": 62, "n_heads": 32, "n_kv_heads": 16, "head_dim": 128, "hidden_dim": 21504},
-            **{"vocab_size": 262208, "window": 1024, "query_pre_attn_scalar": 168, **_LINEAR},
-        ),
-    },
+    sizes=_GEMMA3_SIZES,
     huggingface=_huggingface(
         model_type="gemma3_text",
         architecture="Gemma3ForCausalLM",

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from models.huggingface_tensors import reorder_rows
 from tests.commands import run_script
 from tests.conftest import ROOT
 from tests.training_runs import (
@@ -222,7 +223,7 @@ def test_an_export_of_an_adapter_has_its_averages_on_request(adapter, tmp_path):
     for name in source.trained.shapes:
         value = expected[name]
         if not name.endswith(LORA_A):
-            value = names.hf.reorder(names.base(name), value, names.head_dim)
+            value = reorder_rows(names.hf, names.base(name), value, names.head_dim)
         assert torch.equal(exported[names.stored(name)], value), name
         assert not torch.equal(source.read(name), expected[name])
     for averaged in (True, False):

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 import transformers
 from safetensors.torch import load_file, save_file
 
+from models.huggingface_tensors import reorder_rows
 from scripts import convert_hf
 from tests import training_runs
 from tests.checkpoint.test_commit import damage
@@ -169,7 +170,7 @@ def test_losses_and_gradients_of_20_steps_equal_those_of_peft(ranks, bases, tmp_
 
     def in_order_of_peft(name, value):
         is_reordered = not name.endswith(LORA_A)
-        return names.hf.reorder(names.base(name), value, names.head_dim) if is_reordered else value
+        return reorder_rows(names.hf, names.base(name), value, names.head_dim) if is_reordered else value
 
     with torch.no_grad():
         for name, key in keys.items():

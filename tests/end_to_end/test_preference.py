@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 
+from models.huggingface_tensors import join_tensors, split_tensors
 from tests import training_runs
 from tests.training_runs import (
     checkpoint_of,
@@ -161,7 +162,7 @@ def test_losses_gradients_and_metrics_equal_those_of_trl(ranks, base, tmp_path, 
     )
     resolved = resolve(config, 1)
     hf, head_dim = resolved.spec.huggingface, resolved.sizes.head_dim
-    model.load_state_dict(hf.join(parameters, head_dim))
+    model.load_state_dict(join_tensors(hf, parameters, head_dim))
     chosen, rejected = answers_of(batches)
     batches = [(chosen, rejected)]
     if loss == "orpo":  # TRL takes the mean over the tokens of all pairs
@@ -180,7 +181,7 @@ def test_losses_gradients_and_metrics_equal_those_of_trl(ranks, base, tmp_path, 
         "accuracy": "accuracies",
     }.items():
         assert record[f"reward_{name}"] == pytest.approx(metrics[f"rewards/{key}"], rel=1e-4, abs=1e-6)
-    expected = hf.split({name: p.grad for name, p in model.named_parameters()}, parameters, head_dim)
+    expected = split_tensors(hf, {name: p.grad for name, p in model.named_parameters()}, parameters, head_dim)
     total = torch.stack([g.norm() for g in expected.values()]).norm()
     for name, gradient in gradients.items():
         difference = (gradient - expected[name]).norm()

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from models import MODELS
+from models.huggingface_tensors import reorder_rows, stored_name
 from tests.fuzz.check import limits, may_refuse
 from tests.fuzz.strategies import Changed, Missing, Replaced, file_change, positions
 from trainer.checkpoint.formats.huggingface import HuggingFaceWeights
@@ -176,7 +177,7 @@ def test_a_model_is_refused_with_one_line_or_imported_tensor_by_tensor(case):
         assert all(stored[name].is_floating_point() for name in shapes)
         assert len(index) == len(shapes) and source.sizes == sizes
         for name in index:
-            tensor = spec.huggingface.reorder(name, imported.rows(name), sizes.head_dim)
-            original = stored[spec.huggingface.name(name)]
+            tensor = reorder_rows(spec.huggingface, name, imported.rows(name), sizes.head_dim)
+            original = stored[stored_name(spec.huggingface, name)]
             actual, expected = (t.contiguous().view(torch.uint8) for t in (tensor, original))  # NaN differs from itself
             assert torch.equal(actual, expected), f"{name} has other values"

@@ -12,6 +12,8 @@ import transformers
 from models import MODELS
 from models.context import Context
 from models.decoder import Decoder
+from models.huggingface_config import read_sizes
+from models.huggingface_tensors import join_tensors, split_tensors
 from models.spec import ModelSpec, saved_weights
 from trainer.tools.testing.random_parameters import randomize
 from trainer.tools.testing.transformers_model import stored_tensors
@@ -180,7 +182,7 @@ def split_rows(
     spec: ModelSpec, model: Decoder, tensors: dict[str, torch.Tensor], ours: dict[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     """Return the rows of each of our parameters or buffers. tensors: by the names in transformers' files."""
-    return spec.huggingface.split(tensors, ours, model.sizes.head_dim)
+    return split_tensors(spec.huggingface, tensors, ours, model.sizes.head_dim)
 
 
 def with_parameters_of(reference: transformers.PreTrainedModel, spec: ModelSpec, sizes: Any) -> Decoder:
@@ -194,7 +196,7 @@ def with_parameters_of(reference: transformers.PreTrainedModel, spec: ModelSpec,
 def model_of(family: str, index: int) -> Decoder:
     """Return our model with the same parameters as hf_model_of."""
     spec = MODELS[family]
-    return with_parameters_of(hf_model_of(family, index), spec, spec.huggingface.sizes(config_of(family, index)))
+    return with_parameters_of(hf_model_of(family, index), spec, read_sizes(spec.huggingface, config_of(family, index)))
 
 
 def inputs(seq: int = SEQ) -> tuple[torch.Tensor, Context]:
@@ -224,4 +226,4 @@ def assert_equal(
     expected = split_rows(spec, model, gradients, dict(model.named_parameters()))
     for name, parameter in model.named_parameters():
         assert distance(parameter.grad, expected[name], floor) < gradient_limit, name
-    assert spec.huggingface.join(expected, model.sizes.head_dim).keys() == gradients.keys()
+    assert join_tensors(spec.huggingface, expected, model.sizes.head_dim).keys() == gradients.keys()

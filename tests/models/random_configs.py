@@ -14,6 +14,7 @@ import transformers
 from torch.overrides import TorchFunctionMode
 
 from models import MODELS
+from models.huggingface_config import read_seq_len, read_sizes, write_config
 from tests.models.families import assert_equal, inputs, reference_of, with_parameters_of
 
 _MOST_FAILURES = 50
@@ -78,14 +79,14 @@ def outcome(family: str, config: dict[str, Any], reference: transformers.PreTrai
     spec = MODELS[family]
     hf = spec.huggingface
     try:
-        sizes = hf.sizes(config)
+        sizes = read_sizes(hf, config)
     except ValueError as error:
         names = {*_keys(config), "rope_type"} - _GENERIC  # an error says rope_type of type, its old name
         assert names & set(re.findall(r"\w+", str(error))) and "\n" not in str(error), error
         return str(error)
     assert_equal(spec, with_parameters_of(reference, spec, sizes), reference, gradient_limit=1e-4)
-    written = json.loads(json.dumps(hf.config(sizes, hf.seq_len(config))))
-    assert hf.sizes(written) == sizes
+    written = json.loads(json.dumps(write_config(hf, sizes, read_seq_len(hf, config))))
+    assert read_sizes(hf, written) == sizes
     again = reference_of(family, written | {"pad_token_id": None})
     again.load_state_dict(reference.state_dict())
     with torch.no_grad():

@@ -11,6 +11,7 @@ import torch
 
 from models import MODELS
 from models.context import Context
+from models.huggingface_config import read_sizes, write_config
 from models.spec import meta_model
 from tests.models import random_configs
 from tests.models.families import (
@@ -203,7 +204,7 @@ OLD = {
 @pytest.mark.parametrize("name", OLD)
 def test_old_files_are_read(name):
     family, config, differences, size = OLD[name]
-    assert MODELS[family].huggingface.sizes(config) == replace(MODELS[family].sizes[size], **differences)
+    assert read_sizes(MODELS[family].huggingface, config) == replace(MODELS[family].sizes[size], **differences)
 
 
 @pytest.mark.parametrize(("family", "index"), CASES)
@@ -289,9 +290,9 @@ def test_a_kv_cache_changes_no_logits(family, index):
 @pytest.mark.parametrize(("family", "index"), CASES)
 def test_a_configuration_round_trips(family, index):
     hf, config = MODELS[family].huggingface, config_of(family, index)
-    sizes = hf.sizes(config)
-    written = hf.config(sizes, config["max_position_embeddings"])
-    assert hf.sizes(json.loads(json.dumps(written))) == sizes
+    sizes = read_sizes(hf, config)
+    written = write_config(hf, sizes, config["max_position_embeddings"])
+    assert read_sizes(hf, json.loads(json.dumps(written))) == sizes
     rope = config.get("rope_parameters") or {}
     rope |= {"type": "longrope"} if rope.get("rope_type") == "longrope" else {}  # its name in transformers 4
     again = json.loads(type(hf_model_of(family, index).config)(**written).to_json_string(use_diff=False))
@@ -328,7 +329,7 @@ def test_a_debug_size_has_the_head_dim_that_readers_derive(family):
 
 @pytest.mark.parametrize("family", PERIODS)
 def test_a_debug_size_has_the_windows_that_readers_assume(family):
-    config = MODELS[family].huggingface.config(MODELS[family].sizes["debug"], 2048)
+    config = write_config(MODELS[family].huggingface, MODELS[family].sizes["debug"], 2048)
     kinds, period = config["layer_types"], PERIODS[family]
     assert len(kinds) >= period
     assert [i for i, kind in enumerate(kinds, 1) if kind == "full_attention"] == [
@@ -337,5 +338,5 @@ def test_a_debug_size_has_the_windows_that_readers_assume(family):
 
 
 def test_a_debug_size_of_ministral3_has_the_factor_of_yarn_that_llama_cpp_reads():
-    config = MODELS["ministral3"].huggingface.config(MODELS["ministral3"].sizes["debug"], 2048)
+    config = write_config(MODELS["ministral3"].huggingface, MODELS["ministral3"].sizes["debug"], 2048)
     assert config["rope_parameters"]["mscale_all_dim"] == 1.0

@@ -7,6 +7,7 @@ from torch._subclasses import FakeTensorMode
 
 from models import MODELS
 from models.grouped import grouped_product
+from models.huggingface_tensors import is_stacked
 from models.mixtral import MixtralSizes
 from models.moe import MixtureOfExperts, Router, is_stack
 from models.sizes import DEBUG
@@ -55,7 +56,7 @@ def test_the_stacks_of_a_model_are_those_of_its_files(family):
     spec = MODELS[family]
     model = meta_model(spec.model, spec.sizes["debug"])
     stacks = {name for name, _ in model.named_parameters() if is_stack(model, name)}
-    assert stacks == {name for name, _ in model.named_parameters() if spec.huggingface.is_stack(name)}
+    assert stacks == {name for name, _ in model.named_parameters() if is_stacked(spec.huggingface, name)}
     assert {name.rpartition(".")[0] for name in stacks} == {
         n for n, _ in model.named_modules() if n.endswith(".experts")
     }

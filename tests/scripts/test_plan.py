@@ -12,6 +12,7 @@ import pytest
 import tomli
 
 from models import MODELS
+from models.huggingface_config import write_config
 from scripts import plan as script
 from tests.commands import run_script
 from trainer.base.config import ConfigError
@@ -67,7 +68,7 @@ def test_host_memory_has_its_own_verdict():
 
 def test_a_model_in_hugging_faces_format_is_planned(tmp_path):
     spec = MODELS["gemma2"]
-    (tmp_path / "config.json").write_text(json.dumps(spec.huggingface.config(spec.sizes["2b"], 8192)))
+    (tmp_path / "config.json").write_text(json.dumps(write_config(spec.huggingface, spec.sizes["2b"], 8192)))
     flags = ["--model.huggingface", tmp_path, "--model.overrides.n_layers", "2", "--training.seq_len", "8192", "--json"]
     ended = plan(*flags, "--training.global_batch_size", "8", "--training.local_batch_size", "1")
     assert ended.returncode in (0, 1), ended.stderr
@@ -91,7 +92,7 @@ def test_a_run_in_epochs_has_no_duration_before_its_data_are_prepared():
 
 def test_a_configuration_may_be_named_by_a_link(tmp_path):
     spec = MODELS["qwen3"]
-    (tmp_path / "config.json").write_text(json.dumps(spec.huggingface.config(spec.sizes["debug"], 128)))
+    (tmp_path / "config.json").write_text(json.dumps(write_config(spec.huggingface, spec.sizes["debug"], 128)))
     (tmp_path / "links").mkdir()
     link = tmp_path / "links" / "config.json"
     link.symlink_to(tmp_path / "config.json")
@@ -173,7 +174,9 @@ def test_a_full_disk_does_not_hide_the_plan(monkeypatch, capsys):
     monkeypatch.setattr(script, "estimate", lambda *_: result)
     monkeypatch.setattr(script, "as_text", lambda *_: "the plan")
     monkeypatch.setattr(script, "headline", lambda *_: "")
-    monkeypatch.setattr(script.Picture, "open", lambda *_: script.Picture(None, script.ROOT / "memory.png", "--plot"))
+    monkeypatch.setattr(
+        script.Picture, "open", lambda *_: script.Picture(None, script.ROOT / "memory.png", "--plot memory.png")
+    )
     monkeypatch.setattr(sys, "argv", ["plan.py", "--plot", "memory.png"])
 
     def full(*_, **__):

@@ -10,6 +10,8 @@ from safetensors.torch import load_file, save_file
 
 from models import MODELS
 from models.config_json import text_config
+from models.huggingface_config import read_sizes, write_config
+from models.huggingface_tensors import join_tensors
 from tests.models.families import CASES, SEQ, config_of, hf_model_of, inputs
 from trainer.base.config import ConfigError, ModelConfig
 from trainer.checkpoint.formats.folders import open_complete, open_weights
@@ -289,7 +291,7 @@ def test_a_folder_or_its_configuration_replaces_name_and_size(tmp_path):
 
 def test_a_published_size_is_recognized(tmp_path):
     spec = MODELS["llama3.1"]
-    config = spec.huggingface.config(spec.sizes["8b"], 8192)
+    config = write_config(spec.huggingface, spec.sizes["8b"], 8192)
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert resolve_model(ModelConfig(huggingface=str(tmp_path))) == ("llama3.1", spec.sizes["8b"])
 
@@ -318,10 +320,10 @@ def test_every_size_round_trips_through_the_configuration(family, size):
     hf, sizes = MODELS[family].huggingface, MODELS[family].sizes[size]
     if family.startswith("llama") and sizes.rope_factor == 1:
         sizes = dataclasses.replace(sizes, original_seq_len=8192)  # it has no effect
-    config = json.loads(json.dumps(hf.config(sizes, 2048)))
-    assert hf.sizes(config) == sizes
+    config = json.loads(json.dumps(write_config(hf, sizes, 2048)))
+    assert read_sizes(hf, config) == sizes
     changed = getattr(transformers, hf.architecture).config_class(**config)
-    assert hf.sizes(json.loads(changed.to_json_string(use_diff=False))) == sizes
+    assert read_sizes(hf, json.loads(changed.to_json_string(use_diff=False))) == sizes
 
 
 EXPORTED = ["phi", "smollm3", "gemma2", "olmo3"]
@@ -335,10 +337,10 @@ def test_a_debug_size_exports_a_model_that_transformers_computes(family, tmp_pat
     if family in ("gemma2", "olmo3"):
         sizes = dataclasses.replace(sizes, window=None, layer_types=("full",))
     model, (tokens, *rest) = spec.model(sizes.for_seq_len(SEQ)), inputs()
-    config = spec.huggingface.config(sizes, 64) | {"pad_token_id": None}
+    config = write_config(spec.huggingface, sizes, 64) | {"pad_token_id": None}
     other = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**config))
     parameters = {name: p.detach() for name, p in model.named_parameters()}
-    other.load_state_dict(spec.huggingface.join(parameters, sizes.head_dim), strict=False)
+    other.load_state_dict(join_tensors(spec.huggingface, parameters, sizes.head_dim), strict=False)
     with torch.no_grad():
         torch.testing.assert_close(model(tokens, *rest), other(tokens).logits, rtol=1e-4, atol=1e-4)
 
@@ -388,4 +390,4 @@ def test_the_outer_setting_decides_whether_weights_are_tied():
     inner = config_of("mistral", 0) | {"tie_word_embeddings": False}
     for outer, expected in ((True, True), (False, False), (None, False)):
         config = {"model_type": "mistral3", "text_config": inner, "tie_word_embeddings": outer}
-        assert MODELS["mistral"].huggingface.sizes(text_config(config)).tied_embeddings == expected
+        assert read_sizes(MODELS["mistral"].huggingface, text_config(config)).tied_embeddings == expected

@@ -10,6 +10,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from models.huggingface_tensors import stored_name
 from tests.training_runs import in_folder, lines_logged_by_train, records
 from trainer.base.config import ConfigError
 from trainer.checkpoint.formats.fp8 import decode
@@ -63,7 +64,7 @@ def test_every_region_is_read_in_bf16(folder):
     source, decoded = folder
     hf = HuggingFaceWeights.open(source)
     assert {stored.dtype for stored in hf.index.values()} == {torch.bfloat16} and hf.files().startswith("2 files")
-    assert all(torch.equal(hf.rows(name, 0, stored.shape[0]), decoded[hf.keys[hf.spec.huggingface.name(name)]])
+    assert all(torch.equal(hf.rows(name, 0, stored.shape[0]), decoded[hf.keys[stored_name(hf.spec.huggingface, name)]])
                for name, stored in hf.index.items())  # fmt: skip
     name, region = "layers.1.feed_forward.w2.weight", (slice(9, 35), slice(20, 71))
     assert torch.equal(hf.region(name, region), decoded["model.layers.1.mlp.down_proj.weight"][region])

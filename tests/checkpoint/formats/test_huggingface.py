@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from models import MODELS
-from models.huggingface import permute_from_hf, permute_to_hf
+from models.huggingface_config import read_seq_len, read_sizes, write_config
+from models.huggingface_tensors import permute_from_hf, permute_to_hf
 from models.llama import LLAMA2, LLAMA3, LLAMA3_1, LLAMA3_2, LlamaSizes
 from tests.commands import run_script
 from tests.end_to_end.test_security import update_manifest
@@ -280,12 +281,12 @@ def test_a_run_exports_its_model_at_the_end(ranks, tiny, tmp_path):
 
 @pytest.mark.parametrize("sizes", [s for spec in (LLAMA2, LLAMA3, LLAMA3_1, LLAMA3_2) for s in spec.sizes.values()])
 def test_sizes_round_trip_through_the_config(sizes):
-    assert LLAMA3.huggingface.sizes(LLAMA3.huggingface.config(sizes, 2048)) == (
+    assert read_sizes(LLAMA3.huggingface, write_config(LLAMA3.huggingface, sizes, 2048)) == (
         sizes if sizes.rope_factor != 1 else LlamaSizes(**vars(sizes) | {"original_seq_len": 8192})
     )
-    written = transformers().LlamaConfig(**LLAMA3.huggingface.config(sizes, 2048))
-    assert LLAMA3.huggingface.sizes(json.loads(written.to_json_string())) == LLAMA3.huggingface.sizes(
-        LLAMA3.huggingface.config(sizes, 2048)
+    written = transformers().LlamaConfig(**write_config(LLAMA3.huggingface, sizes, 2048))
+    assert read_sizes(LLAMA3.huggingface, json.loads(written.to_json_string())) == read_sizes(
+        LLAMA3.huggingface, write_config(LLAMA3.huggingface, sizes, 2048)
     )
 
 
@@ -296,7 +297,7 @@ def test_rope_permutation_round_trips():
 
 
 INTEGER, NUMBER, NAN = "an integer from 1 to 2**24", "a number from 1e-30 to 1e30", math.nan
-SCALING = LLAMA3.huggingface.config(LLAMA3_1.sizes["8b"], 128)["rope_scaling"]
+SCALING = write_config(LLAMA3.huggingface, LLAMA3_1.sizes["8b"], 128)["rope_scaling"]
 
 
 @pytest.mark.parametrize(
@@ -334,7 +335,7 @@ SCALING = LLAMA3.huggingface.config(LLAMA3_1.sizes["8b"], 128)["rope_scaling"]
     ],
 )
 def test_unsupported_config_is_rejected(tmp_path, change, problem):
-    config = LLAMA3.huggingface.config(LLAMA3.sizes["debug"], 128) | change
+    config = write_config(LLAMA3.huggingface, LLAMA3.sizes["debug"], 128) | change
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError) as error:
         HuggingFaceWeights.open(tmp_path, MODELS["llama3"])
@@ -342,12 +343,15 @@ def test_unsupported_config_is_rejected(tmp_path, change, problem):
 
 
 def test_null_in_the_config_stands_for_the_default():
-    config = LLAMA3.huggingface.config(LLAMA2.sizes["7b"], 128) | {
+    config = write_config(LLAMA3.huggingface, LLAMA2.sizes["7b"], 128) | {
         "max_position_embeddings": None,
         "rope_theta": None,
         "rope_scaling": None,
     }
-    assert LLAMA3.huggingface.sizes(config) == LLAMA2.sizes["7b"] and LLAMA3.huggingface.seq_len(config) == 2048
+    assert (
+        read_sizes(LLAMA3.huggingface, config) == LLAMA2.sizes["7b"]
+        and read_seq_len(LLAMA3.huggingface, config) == 2048
+    )
 
 
 # ------------------------------------------------------------ tensors that are not those of the model
@@ -445,7 +449,7 @@ def test_a_checkpoint_whose_tensors_contradict_its_model_is_refused(ranks, hf_mo
 
 
 def folder_of(tmp_path, weight_map=None):
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA3.huggingface.config(LLAMA3.sizes["debug"], 128)))
+    (tmp_path / "config.json").write_text(json.dumps(write_config(LLAMA3.huggingface, LLAMA3.sizes["debug"], 128)))
     save_file({"model.norm.weight": torch.ones(128)}, tmp_path / "model.safetensors")
     if weight_map is not None:
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))

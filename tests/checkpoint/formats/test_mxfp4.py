@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from models.context import Context
-from models.huggingface import by_expert
+from models.huggingface_tensors import by_expert
 from trainer.base.config import ConfigError
 from trainer.checkpoint.formats.folders import open_weights
 from trainer.checkpoint.formats.huggingface import HuggingFaceWeights

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from models.huggingface import TEXT_MODEL
+from models.huggingface_tensors import TEXT_MODEL
 from models.spec import meta_model
 from trainer.adapters import nf4
 from trainer.adapters.select import (

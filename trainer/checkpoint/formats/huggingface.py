@@ -12,7 +12,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from models.huggingface import TEXT_MODEL, StoredStack, text_name
+from models.huggingface import StoredStack
+from models.huggingface_config import key_of
+from models.huggingface_tensors import (
+    TEXT_MODEL,
+    by_matrix,
+    first_rows,
+    is_permuted,
+    is_stacked,
+    join_tensors,
+    restore_rows,
+    stack_of,
+    stored_name,
+    text_name,
+)
 from models.spec import ModelSpec, meta_model, saved_weights
 from trainer.base.config import ConfigError
 from trainer.base.config.recognition import recognise, require, unread_weights
@@ -90,11 +103,11 @@ def _other_number_of_experts(model: DescribedModel, stored: Mapping[str, TensorM
     if "feed_forward.router" not in hf.names:
         return ""
     routers = [f"layers.{i}.feed_forward.router.weight" for i in range(sizes.n_layers)]
-    shapes = [stored[name].shape for name in map(hf.name, routers) if name in stored]
+    shapes = [stored[name].shape for name in (stored_name(hf, router) for router in routers) if name in stored]
     numbers = {shape[0] for shape in shapes if shape}
     if len(numbers) != 1 or numbers == {sizes.n_experts}:
         return ""
-    key = hf.key_of("n_experts", model.config)
+    key = key_of(hf, "n_experts", model.config)
     value = f"{key} {sizes.n_experts}"
     if model.config.get(key) is None:
         value = f"no {key}, whose default is {sizes.n_experts}"
@@ -128,23 +141,25 @@ def _weight_index(
     # Old versions of transformers saved the rotary frequencies.
     stored = {name: stored[key] for name, key in keys.items() if not name.endswith("rotary_emb.inv_freq")}
     parameters = saved_weights(model)
-    expected = hf.join(parameters, sizes.head_dim)
+    expected = join_tensors(hf, parameters, sizes.head_dim)
     originals = {parameter: name for name, parameter in parameters.items()}
     every = model.named_parameters(remove_duplicate=False)
-    tied = {hf.name(name): parameter for name, parameter in every if name not in parameters}
+    tied = {stored_name(hf, name): parameter for name, parameter in every if name not in parameters}
     tied = {name: parameter for name, parameter in tied.items() if name in stored}
     require_parameters(folder, stored, expected | tied)
     for name, parameter in tied.items():
-        original = hf.name(originals[parameter])
+        original = stored_name(hf, originals[parameter])
         if not _are_equal(folder, [(keys[n], stored[n]) for n in (name, original)]):
             raise CorruptError(f"{name} differs from {original}, but config.json ties the two tensors")
     index = {}
     for name, parameter in parameters.items():
         shape = tuple(parameter.shape)
-        tensors = [stored[hf.name(matrix)] for matrix in hf.matrices({name: parameter})]
+        tensors = [stored[stored_name(hf, matrix)] for matrix in by_matrix(hf, {name: parameter})]
         dtypes = {tensor.dtype for tensor in tensors}
         if len(dtypes) > 1:
-            raise CorruptError(f"{hf.name(f'{name}@0')} and the same tensor of other experts have different dtypes")
+            raise CorruptError(
+                f"{stored_name(hf, f'{name}@0')} and the same tensor of other experts have different dtypes"
+            )
         size = (shape[0] // len(tensors), *shape[1:])  # one matrix of a stack, or all rows
         chunks = (Chunk(t.chunks[0].file, (i, *(0,) * len(shape[1:])), size) for i, t in enumerate(tensors))
         index[name] = TensorMetadata(tensors[0].dtype, shape, tuple(chunks))
@@ -243,25 +258,25 @@ class HuggingFaceWeights(Weights):
     def _first_rows(self) -> Mapping[str, int]:
         """Return name of a matrix -> its first row in the stored tensor. See HuggingFace.name."""
         hf, model = self.spec.huggingface, meta_model(self.spec.model, self.sizes)
-        return hf.first_rows(hf.matrices(saved_weights(model)))
+        return first_rows(hf, by_matrix(hf, saved_weights(model)))
 
     def _read_chunk(self, tensors: Any, key: str, ranges: Region) -> Tensor:
         """Read ranges of a parameter from an open file, in the row order of this project. If the rows are permuted for RoPE,
         complete heads are read. key: of a chunk of the parameter (Chunk.key)."""
         name, _, offsets = key.partition("@")
-        if self.spec.huggingface.is_stack(name):
+        if is_stacked(self.spec.huggingface, name):
             expert = int(offsets.split(",")[0] or 0)  # a single expert is the full stack, without offsets
             return self._read_matrix(tensors, f"{name}@{expert}", ranges[1:])[None]
         return self._read_matrix(tensors, name, ranges)
 
     def _read_matrix(self, tensors: Any, name: str, ranges: Region) -> Tensor:
         hf, head_dim = self.spec.huggingface, self.sizes.head_dim
-        if (stack := hf.stack_of(name)) is not None:
+        if (stack := stack_of(hf, name)) is not None:
             return self._read_stacked(tensors, name, stack, *ranges)
-        key, group = self.keys[hf.name(name)], head_dim if hf.is_permuted(name) else 1
+        key, group = self.keys[stored_name(hf, name)], head_dim if is_permuted(hf, name) else 1
         start, stop = (row + self._first_rows[name] for row in (ranges[0].start, ranges[0].stop))
         first, last = start // group * group, -(-stop // group) * group
-        rows = hf.restore(name, self._read_stored(tensors, key, (slice(first, last), *ranges[1:])), head_dim)
+        rows = restore_rows(hf, name, self._read_stored(tensors, key, (slice(first, last), *ranges[1:])), head_dim)
         return rows[start - first : stop - first]
 
     def _read_stored(self, tensors: Any, key: str, ranges: Region) -> Tensor:
@@ -276,7 +291,7 @@ class HuggingFaceWeights(Weights):
         self, tensors: Any, name: str, stack: StoredStack, rows: slice, columns: slice | None = None
     ) -> Tensor:
         """Read rows of a matrix, or of a vector without columns, of one expert in a stored stack."""
-        key, expert = self.keys[self.spec.huggingface.name(name)], int(name.partition("@")[2])
+        key, expert = self.keys[stored_name(self.spec.huggingface, name)], int(name.partition("@")[2])
         own = slice(expert, expert + 1)
         rows = slice(rows.start * stack.step, rows.stop * stack.step)  # with those of other parameters
         if key in self.packed:

@@ -10,6 +10,7 @@ from safetensors import SafetensorError, safe_open
 
 from models import MODELS
 from models.config_json import text_config
+from models.huggingface_config import read_seq_len, read_sizes, skipped_modules
 from models.sizes import text_of
 from models.spec import ModelSpec
 from trainer.base.config import ConfigError
@@ -98,8 +99,8 @@ def read_config(file: Path, expected: ModelSpec | None = None) -> DescribedModel
             supported = only if expected else f"expected one of {', '.join(types)}"
             raise ValueError(f"model_type {text_of(model_type)}: {supported}")
         spec, hf = types[model_type], types[model_type].huggingface
-        sizes = hf.sizes(config)
-        return DescribedModel(config, spec, sizes, hf.seq_len(config), hf.skipped(config, sizes))
+        sizes = read_sizes(hf, config)
+        return DescribedModel(config, spec, sizes, read_seq_len(hf, config), skipped_modules(hf, config, sizes))
     except ValueError as error:
         raise ConfigError("", f"{file}: {error}") from None
 

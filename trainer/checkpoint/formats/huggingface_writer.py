@@ -10,7 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from models.huggingface import by_expert
+from models.huggingface_config import write_config
+from models.huggingface_tensors import (
+    by_expert,
+    by_matrix,
+    is_permuted,
+    reorder_rows,
+    stack_of,
+    stacked_matrix,
+    stored_tensors,
+)
 from models.spec import meta_model, saved_buffers, saved_weights
 from trainer.base.system.files import atomic_folder
 from trainer.checkpoint.formats.model_metadata import GENERATION_CONFIG
@@ -50,7 +59,7 @@ def write_huggingface(
     files, model = exported_files(weights), weights.model
     with atomic_folder(out) as folder:
         _write_weights(folder, _Tensors(weights, dtype, progress).entries(), shard_bytes, weights.origin())
-        config = weights.spec.huggingface.config(weights.sizes, model.context_window)
+        config = write_config(weights.spec.huggingface, weights.sizes, model.context_window)
         # transformers' default pad_token_id may exceed the vocabulary.
         config |= {"torch_dtype": str(dtype).removeprefix("torch."), "pad_token_id": None}
         config |= model.special_token_ids
@@ -89,9 +98,9 @@ class _Tensors:
         """Return the tensors in the order of the layers. They are read when they are written."""
         hf, parameters = self.weights.spec.huggingface, sorted(self.weights.index, key=layer_order)
         values = saved_weights(meta_model(self.weights.spec.model, self.weights.sizes))
-        stored = hf.tensors(hf.matrices({name: values[name] for name in parameters}))
+        stored = stored_tensors(hf, by_matrix(hf, {name: values[name] for name in parameters}))
         return [
-            self._entry(name, matrices) if hf.stack_of(matrices[0]) is None else self._stack(name, by_expert(matrices))
+            self._entry(name, matrices) if stack_of(hf, matrices[0]) is None else self._stack(name, by_expert(matrices))
             for name, matrices in stored.items()
         ]
 
@@ -103,11 +112,11 @@ class _Tensors:
         shapes = [self._shape(matrix) for matrix in matrices]
 
         def read(matrix: str, start: int, stop: int) -> Tensor:
-            return hf.reorder(matrix, self.weights.rows(matrix, start, stop), head_dim)
+            return reorder_rows(hf, matrix, self.weights.rows(matrix, start, stop), head_dim)
 
         def pieces() -> Iterator[Tensor]:
             for matrix, shape in zip(matrices, shapes, strict=True):
-                group = head_dim if hf.is_permuted(matrix) else 1
+                group = head_dim if is_permuted(hf, matrix) else 1
                 yield from read_in_chunks(partial(read, matrix), shape, dtype, group, self.progress)
 
         return TensorWrite(name, dtype, (sum(shape[0] for shape in shapes), *shapes[0][1:]), pieces)
@@ -119,12 +128,12 @@ class _Tensors:
         def pieces() -> Iterator[Tensor]:
             for matrices in experts:
                 rows = {matrix: self.weights.rows(matrix) for matrix in matrices}
-                piece = hf.stack_matrix(rows).to(self.dtype)
+                piece = stacked_matrix(hf, rows).to(self.dtype)
                 yield piece
                 self.progress(piece.numel() * self.dtype.itemsize)
 
         empty = {matrix: torch.empty(self._shape(matrix), device="meta") for matrix in experts[0]}
-        return TensorWrite(name, self.dtype, (len(experts), *hf.stack_matrix(empty).shape), pieces)
+        return TensorWrite(name, self.dtype, (len(experts), *stacked_matrix(hf, empty).shape), pieces)
 
     @cached_property
     def _buffers(self) -> Mapping[str, Tensor]:

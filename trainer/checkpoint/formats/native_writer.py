@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
+from models.huggingface_tensors import is_permuted
 from trainer.base.config import ConfigError
 from trainer.base.system.checkpoint_folder import MODEL_FILE
 from trainer.base.system.files import atomic_folder
@@ -50,7 +51,7 @@ def write_checkpoint(
     hf, entries = weights.spec.huggingface, []
     for name in sorted(weights.index, key=layer_order):
         dtype, shape = weights.index[name].dtype, weights.index[name].shape
-        group = weights.sizes.head_dim if hf.is_permuted(name) else 1
+        group = weights.sizes.head_dim if is_permuted(hf, name) else 1
         pieces = partial(read_in_chunks, partial(weights.rows, name), shape, dtype, group, progress)
         entries.append(TensorWrite(f"model/{name}", dtype, shape, pieces))
     carried = [GENERATION_CONFIG] if (weights.folder / GENERATION_CONFIG).exists() else []

@@ -8,7 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from models.huggingface import TEXT_MODEL, text_name
+from models.huggingface_tensors import (
+    TEXT_MODEL,
+    by_matrix,
+    first_rows,
+    is_stacked,
+    restore_rows,
+    stack_of,
+    stored_name,
+    stored_tensors,
+    text_name,
+)
 from models.moe import is_stack
 from models.sizes import text_of
 from models.spec import ModelSpec, meta_model
@@ -39,17 +49,17 @@ class PeftNames:
         self.text_model = text_model
         self.hf, self.head_dim, self.model = spec.huggingface, sizes.head_dim, meta_model(spec.model, sizes)
         self.parameters = dict(self.model.named_parameters())
-        matrices = self.hf.matrices(self.parameters)
-        self.first_row = self.hf.first_rows(matrices)
+        matrices = by_matrix(self.hf, self.parameters)
+        self.first_row = first_rows(self.hf, matrices)
         """Name of a parameter -> its first row in the stored tensor."""
-        self.groups = self.hf.tensors(matrices)
+        self.groups = stored_tensors(self.hf, matrices)
         """Name of a stored tensor of the base model -> names of the parameters whose rows it contains, in order."""
         self.num_rows = {name: sum(matrices[m].shape[0] for m in group) for name, group in self.groups.items()}
         """Name of a stored tensor of the base model -> number of rows."""
         # Without tied output projections, whose parameter has another name: they have no adapters.
         adaptable = [name for name in adaptable_weights(self.model) if name in self.parameters]
         self.adaptable = {
-            matrix: module_of(self.hf.name(matrix)) for matrix in self.matrices(adaptable, self.parameters)
+            matrix: module_of(stored_name(self.hf, matrix)) for matrix in self.matrices(adaptable, self.parameters)
         }
         """Name of a matrix that can have an adapter -> name of its module in the base model."""
 
@@ -73,13 +83,13 @@ class PeftNames:
         return f"{self.text_model}{stored.removeprefix(TEXT_MODEL)}" if is_inside else stored
 
     def stored(self, name: str) -> str:
-        stored, leaf = self.in_base(self.hf.name(self.base(name))), _leaf_of(name)
+        stored, leaf = self.in_base(stored_name(self.hf, self.base(name))), _leaf_of(name)
         return _PREFIX + (f"{stored.removesuffix('weight')}{_LEAVES[leaf]}" if leaf else stored)
 
     def shape(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of the stored tensor of a trained matrix. shape: of the parameter, which may be a stack."""
         rows, *columns = shape[-2:]
-        return rows if _leaf_of(name) == LORA_A else self.num_rows[self.hf.name(self.base(name))], *columns
+        return rows if _leaf_of(name) == LORA_A else self.num_rows[stored_name(self.hf, self.base(name))], *columns
 
     def unsupported_adapters(self, adapted: Iterable[str]) -> str:
         """Return why peft cannot load adapters of these weights, or "" if it can. transformers 5 stacks the matrices of experts.
@@ -87,13 +97,13 @@ class PeftNames:
         stacks = [name for name in adaptable_weights(self.model) if is_stack(self.model, name)]
         adapted = set(adapted)
         own = [name for name in stacks if name in adapted]
-        if own and self.hf.stack_of(own[0]) is not None:
+        if own and stack_of(self.hf, own[0]) is not None:
             return f"{own[0]} has adapters, and those of experts of {self.hf.architecture} are not written in peft's format"
         if own and (missing := [name for name in stacks if name not in adapted]):
             return (
                 f"{missing[0]} has no adapters, but {own[0]} has, and peft can only adapt all matrices of all experts"
             )
-        words = {last_word(self.adaptable[f"{name}@0"]) for name in stacks if self.hf.stack_of(name) is None}
+        words = {last_word(self.adaptable[f"{name}@0"]) for name in stacks if stack_of(self.hf, name) is None}
         for name in sorted(adapted - {*own}):
             if (word := last_word(self.adaptable[name])) in words:
                 return f"{name} has an adapter, but peft takes {word} for a matrix of experts"
@@ -101,10 +111,10 @@ class PeftNames:
 
     def unsupported(self, fully: Iterable[str]) -> str:
         """Return why peft cannot train these parameters of the model without training others, or "" if it can."""
-        if stack := next(filter(self.hf.is_stack, sorted(fully)), ""):
+        if stack := next((name for name in sorted(fully) if is_stacked(self.hf, name)), ""):
             return f"{stack} contains the matrices of all experts, and peft cannot train them fully"
         uses = [parameter for _, parameter in self.model.named_parameters(remove_duplicate=False)]
-        for stored, group in self.hf.tensors(sorted(fully, key=layer_order)).items():
+        for stored, group in stored_tensors(self.hf, sorted(fully, key=layer_order)).items():
             name = group[0]
             if len(group) < len(self.groups[stored]):
                 return f"{name} is a part of {stored}, and peft cannot train a part of a tensor"
@@ -169,10 +179,10 @@ def load_peft(folder: Path, names: PeftNames, own: Tensors, trained: Tensors) ->
         def read(name: str) -> Tensor:
             return tensors.get_tensor(key_of[name])
 
-        stored = names.matrices([n for n in trained if not names.hf.is_stack(n)], trained)
+        stored = names.matrices([n for n in trained if not is_stacked(names.hf, n)], trained)
         shapes = {name: names.shape(name, trained[name.partition("@")[0]].shape) for name in stored}
         expected = {names.stored(name): torch.empty(shape, device="meta") for name, shape in shapes.items()}
-        stacks = [weight for n in trained if _leaf_of(n) and names.hf.stack_of(weight := weight_of(n)) is not None]
+        stacks = [weight for n in trained if _leaf_of(n) and stack_of(names.hf, weight := weight_of(n)) is not None]
         problems = [names.unsupported(trained.keys() & names.parameters.keys()), names.unsupported_adapters(stacks)]
         problems = [*filter(None, problems)]
         problems += [f"{key} is not trained by this run" for key in sorted(index.keys() - expected.keys())]
@@ -189,7 +199,7 @@ def load_peft(folder: Path, names: PeftNames, own: Tensors, trained: Tensors) ->
             if not name.endswith(LORA_A):
                 base = names.base(name)
                 value = value[names.first_row[base] :][: parameter.shape[0]]
-                value = names.hf.restore(base, value, names.head_dim)
+                value = restore_rows(names.hf, base, value, names.head_dim)
             local.copy_(value[region])
 
 
@@ -197,7 +207,7 @@ def _dropped_rows(names: PeftNames, read: Callable[[str], Tensor], trained: Tens
     """Yield the problem of each second matrix whose rows of parameters that the run does not train are not zero. read: returns a
     tensor by the name that it has if the base is a text model."""
     second = names.matrices([name for name in trained if name.endswith(LORA_B)], trained)
-    for stored, group in names.hf.tensors(map(names.base, second)).items():
+    for stored, group in stored_tensors(names.hf, map(names.base, second)).items():
         if len(group) < len(names.groups[stored]):
             key = names.stored(matrices_of(group[0])[1])
             untrained = torch.ones(names.num_rows[stored], dtype=torch.bool)

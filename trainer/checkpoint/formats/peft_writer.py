@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from models.huggingface import TEXT_MODEL
+from models.huggingface_tensors import TEXT_MODEL, reorder_rows, stored_name, stored_tensors
 from trainer.adapters.select import matrices_of
 from trainer.base.config import ConfigError
 from trainer.base.system.files import atomic_folder
@@ -57,8 +57,8 @@ class _Export:
     @classmethod
     def of(cls, adapter: Adapter, names: PeftNames) -> "_Export":
         adapted = sorted(adapter.trained.adapted, key=layer_order)
-        groups = names.hf.tensors(names.matrices(adapted, names.parameters))
-        return cls(adapter, names, groups, names.hf.tensors(sorted(adapter.trained.fully, key=layer_order)))
+        groups = stored_tensors(names.hf, names.matrices(adapted, names.parameters))
+        return cls(adapter, names, groups, stored_tensors(names.hf, sorted(adapter.trained.fully, key=layer_order)))
 
     def adapters(self) -> Iterator[TensorWrite]:
         """Yield the two matrices of each adapter."""
@@ -79,15 +79,15 @@ class _Export:
             yield TensorWrite(self.names.stored(group[0]), first.dtype, shape, partial(map, self._rows, group))
 
     def _rows(self, name: str) -> Tensor:
-        return self.names.hf.reorder(name, self.adapter.read(name), self.names.head_dim)
+        return reorder_rows(self.names.hf, name, self.adapter.read(name), self.names.head_dim)
 
     def _block_diagonal(self, group: Sequence[str]) -> Iterator[Tensor]:
         """Yield the matrix whose blocks are the second matrices of the group. The rows of other parameters are zero."""
         names, rank = self.names, self.adapter.config.rank
         blocks = [self.adapter.read(matrices_of(name)[1]) for name in group]
-        matrix = blocks[0].new_zeros(names.num_rows[names.hf.name(group[0])], rank * len(group))
+        matrix = blocks[0].new_zeros(names.num_rows[stored_name(names.hf, group[0])], rank * len(group))
         for i, (name, block) in enumerate(zip(group, blocks, strict=True)):
-            rows = names.hf.reorder(name, block, names.head_dim)
+            rows = reorder_rows(names.hf, name, block, names.head_dim)
             matrix[names.first_row[name] :][: len(rows), i * rank : (i + 1) * rank] = rows
         yield matrix
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from models.huggingface import TEXT_MODEL
+from models.huggingface_tensors import TEXT_MODEL
 from models.spec import ModelSpec
 from trainer.adapters.nf4 import QuantizedWeight
 from trainer.base.system.files import LARGEST_JSON, digest_of

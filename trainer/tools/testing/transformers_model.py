@@ -9,6 +9,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from models.huggingface_config import write_config
+from models.huggingface_tensors import join_tensors, split_tensors
 from trainer.base.config.load import load_config
 from trainer.base.config.packages import require_package
 from trainer.batch import IGNORE_INDEX
@@ -27,14 +29,14 @@ def transformers_step(argv: Sequence[str]) -> tuple[dict[str, float], dict[str, 
     batches = list(islice(trainer.data.batches(trainer.state), resolved.grad_accum))
     hf, head_dim = resolved.spec.huggingface, resolved.sizes.head_dim
     transformers = require_package("transformers", "")
-    values = hf.config(resolved.sizes, config.training.seq_len) | {"pad_token_id": None}
+    values = write_config(hf, resolved.sizes, config.training.seq_len) | {"pad_token_id": None}
     hf_config = transformers.AutoConfig.for_model(**values)
     parameters = {name: p.detach() for name, p in trainer.engine.parameters.items()}
     weights = {name: w.detach() for name, w in trainer.engine.weights.items()}
     model, keys = getattr(transformers, hf.architecture).from_pretrained(
         None,
         config=hf_config,
-        state_dict=hf.join(weights, head_dim),
+        state_dict=join_tensors(hf, weights, head_dim),
         attn_implementation="eager",
         dtype=torch.float32,
         output_loading_info=True,
@@ -44,7 +46,7 @@ def transformers_step(argv: Sequence[str]) -> tuple[dict[str, float], dict[str, 
     loss, z_loss = _mean_losses(model.to(DTYPES[config.training.compute_dtype]), batches)
     (loss + config.training.z_loss * z_loss).backward()
     gradients = stored_tensors(model, {name: p.grad.float() for name, p in model.named_parameters()})
-    return {"loss": loss.item(), "z_loss": z_loss.item()}, hf.split(gradients, parameters, head_dim)
+    return {"loss": loss.item(), "z_loss": z_loss.item()}, split_tensors(hf, gradients, parameters, head_dim)
 
 
 def stored_tensors(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -1,0 +1,161 @@
+"""Tensors in Hugging Face's format: their names, and the parameters, matrices and rows that they contain."""
+
+from collections.abc import Iterable, Mapping
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from models.huggingface import HuggingFace, StoredStack
+
+TEXT_MODEL = "model"
+"""Name of the text model among the modules of transformers' classes for models without other modalities."""
+
+
+def is_stacked(hf: HuggingFace, parameter: str) -> bool:
+    """Return whether a parameter is a stack, whose matrices or vectors are read and written one by one."""
+    _, module, leaf = _split(parameter)
+    return "{}" in hf.names.get(f"{module}.{leaf}", "") or stack_of(hf, parameter) is not None
+
+
+def stack_of(hf: HuggingFace, matrix: str) -> StoredStack | None:
+    """Return the place of a matrix, or of its parameter, in a stored stack. None: it is not in a stored stack."""
+    _, module, leaf = _split(matrix.partition("@")[0])
+    return hf.stacks.get(f"{module}.{leaf}")
+
+
+def by_matrix(hf: HuggingFace, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the parameters by name, with the matrices of a stack as `name@expert`."""
+    values: dict[str, Tensor] = {}
+    for name, value in parameters.items():
+        values |= {f"{name}@{i}": matrix for i, matrix in enumerate(value)} if is_stacked(hf, name) else {name: value}
+    return values
+
+
+def stored_name(hf: HuggingFace, matrix: str) -> str:
+    """Return the name of the stored tensor that contains a matrix: a parameter, or `name@expert` of a stack."""
+    parameter, _, expert = matrix.partition("@")
+    prefix, module, leaf = _split(parameter)
+    if (stack := stack_of(hf, parameter)) is not None:
+        return f"model.{prefix}{stack.name}"
+    if expert:
+        stored = f"{hf.names[f'{module}.{leaf}'].format(expert)}.weight"
+    else:
+        stored = hf.names.get(f"{module}.{leaf}") or f"{hf.names[module]}.{leaf}"
+    return f"model.{prefix}{stored}" if prefix else stored
+
+
+def stored_tensors(hf: HuggingFace, matrices: Iterable[str]) -> dict[str, list[str]]:
+    """Return name of a stored tensor -> names of the matrices whose rows it contains, in order. See `stored_name`."""
+    order = {module: i for i, module in enumerate(hf.names)}
+    stored: dict[str, list[str]] = {}
+    for matrix in matrices:
+        stored.setdefault(stored_name(hf, matrix), []).append(matrix)
+    joined = {name for name, group in stored.items() if len(group) > 1 and stack_of(hf, group[0]) is None}
+    return {
+        name: sorted(group, key=lambda m: order[_split(m)[1]]) if name in joined else group
+        for name, group in stored.items()
+    }
+
+
+def stacked_matrix(hf: HuggingFace, matrices: Mapping[str, Tensor]) -> Tensor:
+    """Return the matrix of one expert in a stored stack. matrices: by name, all that this matrix contains."""
+    first = next(iter(matrices.values()))
+    stored = first.new_empty(sum(map(len, matrices.values())), *first.shape[1:])
+    for name, rows in matrices.items():
+        stack = stack_of(hf, name)
+        stored[stack.first :: stack.step] = rows
+    return stored.mT if stack.transposed else stored
+
+
+def first_rows(hf: HuggingFace, matrices: Mapping[str, Tensor]) -> dict[str, int]:
+    """Return name of a matrix -> its first row in the stored tensor."""
+    rows = {}
+    for group in stored_tensors(hf, matrices).values():
+        ends = accumulate((matrices[name].shape[0] for name in group), initial=0)
+        rows |= dict(zip(group, ends, strict=False))
+    return rows
+
+
+def is_permuted(hf: HuggingFace, parameter: str) -> bool:
+    """Return whether Hugging Face's format has the parameter's rows in another order within each head."""
+    return hf.is_paired and parameter.endswith(("attention.wq.weight", "attention.wk.weight"))
+
+
+def reorder_rows(hf: HuggingFace, parameter: str, rows: Tensor, head_dim: int) -> Tensor:
+    """Return rows of a parameter in Hugging Face's order. rows: of complete heads."""
+    return permute_to_hf(rows, head_dim) if is_permuted(hf, parameter) else rows
+
+
+def restore_rows(hf: HuggingFace, parameter: str, rows: Tensor, head_dim: int) -> Tensor:
+    """Inverse of `reorder_rows`."""
+    return permute_from_hf(rows, head_dim) if is_permuted(hf, parameter) else rows
+
+
+def join_tensors(hf: HuggingFace, parameters: Mapping[str, Tensor], head_dim: int) -> dict[str, Tensor]:
+    """Return name of a stored tensor -> tensor. parameters: by native name."""
+    matrices = by_matrix(hf, parameters)
+    return {
+        stored: torch.cat([reorder_rows(hf, name, matrices[name], head_dim) for name in names])
+        if stack_of(hf, names[0]) is None
+        else torch.stack([stacked_matrix(hf, {n: matrices[n] for n in group}) for group in by_expert(names)])
+        for stored, names in stored_tensors(hf, matrices).items()
+    }
+
+
+def split_tensors(
+    hf: HuggingFace, tensors: Mapping[str, Tensor], parameters: Mapping[str, Tensor], head_dim: int
+) -> dict[str, Tensor]:
+    """Inverse of `join_tensors`. parameters: tensors of the native shapes."""
+    matrices, rows = by_matrix(hf, parameters), {}
+    for stored, names in stored_tensors(hf, matrices).items():
+        if stack_of(hf, names[0]) is not None:
+            for name in names:
+                rows[name] = stack_of(hf, name).rows(tensors[stored][int(name.partition("@")[2])])
+            continue
+        parts = tensors[stored].split([len(matrices[name]) for name in names])
+        for name, part in zip(names, parts, strict=True):
+            rows[name] = restore_rows(hf, name, part, head_dim)
+    return {
+        name: torch.stack([rows[f"{name}@{i}"] for i in range(len(value))]) if is_stacked(hf, name) else rows[name]
+        for name, value in parameters.items()
+    }
+
+
+def _split(parameter: str) -> tuple[str, str, str]:
+    """Return the prefix of the block ("layers.0." or ""), the name of the module and that of the parameter in the module."""
+    module, _, leaf = parameter.rpartition(".")
+    if not module.startswith("layers."):
+        return "", module, leaf
+    _, index, inner = module.split(".", 2)
+    return f"layers.{index}.", inner, leaf
+
+
+def by_expert(matrices: Iterable[str]) -> list[list[str]]:
+    """Return the names of matrices, `name@expert`, by expert in order."""
+    groups: dict[int, list[str]] = {}
+    for matrix in matrices:
+        groups.setdefault(int(matrix.partition("@")[2]), []).append(matrix)
+    return [groups[expert] for expert in sorted(groups)]
+
+
+def text_name(name: str) -> str | None:
+    """Return the name of a tensor in the text model, given its name in a multimodal model. None if the tensor belongs to another
+    modality."""
+    for prefix in ("model.language_model.", "language_model."):  # in new and in old files
+        if name.startswith(prefix):
+            inner = name.removeprefix(prefix)
+            return inner if inner.startswith(("model.", "lm_head.")) else f"model.{inner}"
+    return name if name.startswith("lm_head.") else None
+
+
+def permute_to_hf(rows: Tensor, head_dim: int) -> Tensor:
+    """Return rows in Hugging Face's order. rows: weights of complete heads in Meta's order, shape (heads * head_dim, columns).
+    In Meta's order, the two rows of a rotated pair are neighbours. In Hugging Face's order, the first rows of all pairs of a head
+    precede the second rows of these pairs."""
+    return rows.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
+
+
+def permute_from_hf(rows: Tensor, head_dim: int) -> Tensor:
+    """Inverse of permute_to_hf."""
+    return rows.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).flatten(0, 2)
