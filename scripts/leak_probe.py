@@ -153,7 +153,7 @@ def run(runs: Runs, row: Row, table: Table, count: int, bug: str = "") -> bool:
     changed, allowed = sum(len(p.changed) for p in probes), sum(len(p.allowed) for p in probes)
     table.row(name, ranks, len(probes), changed, allowed, leaks, verdict)
     for p in [p for p in probes if p.leaks][:4]:
-        shown = ", ".join(map(str, p.leaks[:8])) + ", ..." * (len(p.leaks) > 8)
+        shown = ", ".join(map(str, p.leaks[:8])) + (", ..." if len(p.leaks) > 8 else "")
         print(f"    the token at position {p.token} changes positions {shown}", flush=True)
     for token in unaffected[:1]:
         print(f"    the token at position {token} does not change its own position", flush=True)

@@ -1,4 +1,4 @@
-"""Layers of folders: a module imports lower layers or its own folder, and only at the top of its file."""
+"""Layers of folders: a module imports lower layers or its own folder, and only at the top of its file. Other rules of code."""
 
 import ast
 import re
@@ -172,3 +172,53 @@ def test_building_an_object_reads_no_file_and_starts_nothing(path):
         called = {getattr(f, "attr", getattr(f, "id", "")) for f in functions}
         effects = sorted(name for name in called if EFFECT.fullmatch(name))
         assert not effects or cls.name in MAY_HAVE_EFFECTS, f"the constructor of {cls.name} calls {', '.join(effects)}"
+
+
+def is_text(node: ast.AST) -> bool:
+    return isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str))
+
+
+def is_count(factor: ast.AST, text: ast.AST) -> bool:
+    """Return whether a factor of a text is a number, not a flag: it is written out or contains a length. Otherwise the text must
+    be one character, such as that of a line, and the factor must not look like a condition."""
+    called = [getattr(n.func, "id", "") for n in ast.walk(factor) if isinstance(n, ast.Call)]
+    name = getattr(factor.func if isinstance(factor, ast.Call) else factor, "attr", "") or ast.unparse(factor)
+    is_condition = isinstance(factor, ast.Compare | ast.BoolOp) or re.match(
+        r"(is_|has_|not |bool\(|any\(|all\(|isinstance\(|startswith|endswith)", name
+    )
+    is_character = isinstance(text, ast.Constant) and len(text.value) == 1
+    return not is_condition and (isinstance(factor, ast.Constant) or "len" in called or is_character)
+
+
+def texts_times_flags(tree: ast.AST) -> list[str]:
+    products = [n for n in ast.walk(tree) if isinstance(n, ast.BinOp) and isinstance(n.op, ast.Mult)]
+    pairs = [(n, a, b) for n in products for a, b in ((n.left, n.right), (n.right, n.left)) if is_text(a)]
+    return [ast.unparse(product) for product, text, factor in pairs if not is_count(factor, text)]
+
+
+@pytest.mark.parametrize(
+    ("code", "is_found"),
+    [
+        ('" (best)" * best', True),
+        ('f" on {name}" * bool(name)', True),
+        ('"s" * (n > 1)', True),
+        ('(n > 1) * "s"', True),
+        ('"s" * (not alone)', True),
+        ('", ..." * (len(names) > 5)', True),
+        ("f\"{a}{'x' * result.is_tight}\"", True),
+        ('"x" * text.startswith("y")', True),
+        ('"-" * 80', False),
+        ('"^" * length', False),
+        ('8 * "[0-9a-f]"', False),
+        ('"|---" * (len(columns) + 1)', False),
+        ("3 * width", False),
+    ],
+)
+def test_the_rule_about_texts_finds_flags_and_no_counts(code, is_found):
+    assert bool(texts_times_flags(ast.parse(code))) == is_found
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=name_of)
+def test_a_text_that_depends_on_a_condition_is_a_conditional_expression(path):
+    """`"text" * flag` is shorter by three words, and every reader stops."""
+    assert texts_times_flags(ast.parse(path.read_text())) == []

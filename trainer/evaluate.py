@@ -142,7 +142,8 @@ def evaluation_line(dataset: str, result: Mapping[str, float], objective: Object
     """Return the console's text for the result of an evaluation."""
     num_terms = result[objective.unit]
     loss = f"{dataset}: loss {result['loss']:.4f}"
-    terms = f"{'only ' * (num_terms < _FEW.get(objective.unit, 0))}{num_terms} {objective.unit.removeprefix('num_')}"
+    only = "only " if num_terms < _FEW.get(objective.unit, 0) else ""
+    terms = f"{only}{num_terms} {objective.unit.removeprefix('num_')}"
     if objective.metrics:
         shown = ", ".join(f"{name} {result[name]:.4f}" for name in objective.metrics)
         return f"{loss} over {terms} ({shown})"

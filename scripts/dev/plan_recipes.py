@@ -104,7 +104,7 @@ def planned(path: Path) -> RunEstimate:
 def figures(result: RunEstimate) -> str:
     """Return the figures of a head: memory, tokens per second and duration of the steps."""
     memory = f"{result.largest.peak / GIB:.1f} of {result.hardware.accelerator.memory_gib:.1f} GiB"
-    verdict = " (tight)" * result.is_tight if result.fits else " (does not fit)"
+    verdict = " (does not fit)" if not result.fits else " (tight)" if result.is_tight else ""
     if result.run_s is None:
         duration = unknown_length(result)
     else:
@@ -138,7 +138,8 @@ def main() -> None:
             continue
         new = Head(head.ranks, head.device, figures(planned(path)))
         differ = differ or new != head
-        print(f"{path.stem}: {new.figures}" + f" (the head says: {head.figures})" * (new != head), flush=True)
+        note = f" (the head says: {head.figures})" if new != head else ""
+        print(f"{path.stem}: {new.figures}{note}", flush=True)
         if new != head and not args.check:
             atomic_write(path, _LINE.sub(str(new), path.read_text()))
     if not args.check:

@@ -175,7 +175,7 @@ def min_microbatches(config: ParallelConfig) -> int:
 def check_microbatches(config: ParallelConfig, microbatches: int) -> None:
     """Raise ConfigError if the schedule cannot run this number of microbatches per step."""
     minimum = min_microbatches(config)
-    count = f"the step has {microbatches} microbatch{'es' * (microbatches > 1)} of local_batch_size samples"
+    count = f"the step has {microbatches} microbatch{'es' if microbatches > 1 else ''} of local_batch_size samples"
     if microbatches < minimum:
         raise ConfigError("parallel.pp", f"{count}, but {config.pipeline_schedule} needs at least {minimum}")
     rounds = microbatches // config.pp

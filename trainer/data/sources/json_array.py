@@ -99,7 +99,8 @@ def read_array(file: BinaryIO, max_bytes: int) -> Iterator[Element]:  # noqa: C9
         if not has_ended:
             element.add(chunk[start:])
         elif chunk[start:].strip(_SPACE):
-            hint = "; a document of JSON lines must be an object" * chunk[start:].lstrip(_SPACE).startswith(b"[")
+            is_list = chunk[start:].lstrip(_SPACE).startswith(b"[")
+            hint = "; a document of JSON lines must be an object" if is_list else ""
             raise BrokenArray(f"more text follows the array, which ends in line {element.line}{hint}")
     if not has_ended:
         raise BrokenArray(f"the array has no end: element {count + 1}, in line {element.line}, is incomplete")

@@ -214,7 +214,7 @@ def _describe(name: str) -> tuple[str, int, str, str]:
                 return group, position, title.format(name[len(prefix) :].removesuffix(suffix)), unit
     dataset, _, key = name.partition("/")[2].rpartition("/")
     words, unit = in_words(key)
-    title = words[:1].upper() + words[1:] + f" on {dataset}" * bool(dataset)
+    title = words[:1].upper() + words[1:] + (f" on {dataset}" if dataset else "")
     return "Other values", len(GROUPS["Other values"]), title, unit
 
 
@@ -262,7 +262,7 @@ def _phase_figure(run: Run, several: bool) -> Figure | None:
         for row, value in zip(last, means[:, i], strict=True):
             mean.append(run.records.train_steps[row], value)
         lines.append(Line(phase, PHASES.index(phase), mean, np.arange(len(last))))
-    return Figure("", f"Phases of a step{f' of {run.label}' * several}", "s", lines, is_stack=True)
+    return Figure("", f"Phases of a step{f' of {run.label}' if several else ''}", "s", lines, is_stack=True)
 
 
 def phase_table(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:

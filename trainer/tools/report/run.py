@@ -57,7 +57,8 @@ class Run:
         commit = self.environment.get("git_commit")
         if isinstance(commit, str) and commit:
             is_changed = self.environment.get("git_clean") is False
-            lines.append(f"git checkout {shlex.quote(commit)}{'  # the run had uncommitted changes' * is_changed}")
+            note = "  # the run had uncommitted changes" if is_changed else ""
+            lines.append(f"git checkout {shlex.quote(commit)}{note}")
         name = f"{self.folder.resolve().name}-again"
         words = ["./run_llama_train.sh", "--config", str(self.folder / CONFIG_FILE), "--run.name", name]
         lines.append(f"NGPU={self.world_size} {shlex.join(words)}")
@@ -118,7 +119,7 @@ def read_run(folder: Path, label: str, marked: int = 0) -> Run:
 def _problems_of(records: Records) -> list[str]:
     problems = []
     if damaged := records.damaged:
-        shown = ", ".join(map(str, damaged[:5])) + ", ..." * (len(damaged) > 5)
+        shown = ", ".join(map(str, damaged[:5])) + (", ..." if len(damaged) > 5 else "")
         what = "line of {} is not a record and is" if len(damaged) == 1 else "lines of {} are not records and are"
         problems.append(f"{len(damaged)} {what.format(METRICS_FILE)} not shown: {shown}")
     if records.incomplete:
@@ -155,7 +156,7 @@ def require_run(folder: Path) -> None:
         inner = sorted(path.name for path in folder.iterdir() if (path / METRICS_FILE).is_file())
     except OSError as error:
         raise ConfigError("", describe(error)) from None
-    hint = f"; runs in it: {', '.join(inner[:5])}{', ...' * (len(inner) > 5)}" if inner else ""
+    hint = f"; runs in it: {', '.join(inner[:5])}{', ...' if len(inner) > 5 else ''}" if inner else ""
     raise ConfigError("", f"{folder} is not the folder of a run: it has no {METRICS_FILE}{hint}")
 
 
