@@ -74,7 +74,7 @@ CAPABILITIES = {
         models/{deepseek,gemma,gpt_oss,granite,mistral,mixtral,olmo,phi,qwen,smollm}.py
         scripts/dev/{family_matrix,check_configs}.py tests/models/{families,random_configs,test_families,test_gpt_oss}.py""",
     "Hugging Face's format": """
-        models/{huggingface,config_json}.py trainer/checkpoint/formats/{huggingface*,export,tokenizer_files}.py
+        models/{huggingface*,config_json}.py trainer/checkpoint/formats/{huggingface*,export,tokenizer_files}.py
         scripts/convert_hf.py scripts/dev/check_exports.py trainer/tools/testing/transformers_reader.py
         tests/checkpoint/formats/test_{huggingface,families,tokenizer_files}.py""",
     "Weights in FP8 and MXFP4": """
