@@ -35,7 +35,7 @@ LAYERS: tuple[set[str], ...] = (
 )
 INNER_LAYERS: dict[str, tuple[set[str], ...]] = {
     "trainer.data": (
-        {"trainer.data.tokenizer"},
+        {"trainer.data.tokenizer", "trainer.data.json_text"},
         {"trainer.data.chat", "trainer.data.sources", "trainer.data.store"},
         {"trainer.data.sampling"},
         {"trainer.data.prepare"},

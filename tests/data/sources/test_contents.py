@@ -130,13 +130,13 @@ def test_a_text_that_is_something_else_is_a_bad_document(tmp_path):
 def test_a_table_that_is_something_else_is_a_bad_document(tmp_path):
     file = tmp_path / "x.parquet"
     for content, expected in (
-        (b'{"text": "a"}\n', 'but JSON; dataset = "jsonl" reads such files'),
-        (arrow_bytes(), 'but an Arrow table; dataset = "huggingface" reads such files'),
-        (zip_bytes(), "but an archive; unpack such files"),
-        (LFS, "but a Git LFS pointer instead of the file; download such files with: git lfs pull"),
+        (b'{"text": "a"}\n', 'JSON, not a parquet file; dataset = "jsonl" reads such files'),
+        (arrow_bytes(), 'an Arrow table, not a parquet file; dataset = "huggingface" reads such files'),
+        (zip_bytes(), "an archive, not a parquet file; unpack such files"),
+        (LFS, "a Git LFS pointer instead of the file, not a parquet file; download such files with: git lfs pull"),
     ):
         file.write_bytes(content)
-        assert messages(read("parquet", file)) == [f"{file}: this is not a parquet file, {expected}"]
+        assert messages(read("parquet", file)) == [f"{file}: this is {expected}"]
 
 
 def test_a_folder_of_save_to_disk_is_described_and_its_metadata_is_not_data(tmp_path):

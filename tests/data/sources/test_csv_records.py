@@ -116,3 +116,11 @@ def test_cells_hold_messages_as_json_or_text(tmp_path):
             "train": False,
         }
     ]
+
+
+def test_a_cell_of_messages_with_two_fields_of_one_name_is_a_bad_document_of_its_row(tmp_path):
+    repeated = '[{"role": "user", "content": "a", "content": "b"}]'.replace('"', '""')
+    file = write(tmp_path / "x.csv", f'id,messages\n0,a\n1,"{repeated}"\n2,b\n')
+    found = read("chat", file)
+    assert messages(found) == [f"{file}:3: column 'messages': an object has two fields named 'content'"]
+    assert [document["id"] for document in found if isinstance(document, dict)] == ["0", "2"]

@@ -10,7 +10,6 @@ import pytest
 from tests.data.sources.helpers import messages, open_dataset, read
 from trainer.base.config import DataConfig, TokenizerConfig
 from trainer.data.sources import open_source
-from trainer.data.sources.json_records import _parse
 from trainer.data.sources.source import InvalidDocument, Span
 from trainer.data.tokenizer.backends import load_tokenizer
 
@@ -137,8 +136,3 @@ def test_a_document_rejected_by_the_transform_has_its_line_number(tmp_path):
     found = list(open_dataset("jsonl", file).read(Span(str(file), 0, 2**40), reject_b))
     assert found[0] == "A"
     assert messages(found) == [f"{file}:3: no b here"]
-
-
-def test_an_object_with_two_fields_of_one_name_is_a_bad_document():
-    with pytest.raises(InvalidDocument, match="an object has two fields named 'weight'"):
-        _parse(b'{"a": [{"weight": 0, "b": 1, "weight": 1}]}', "line")

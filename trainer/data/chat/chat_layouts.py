@@ -9,7 +9,7 @@ from typing import Any
 from trainer.data.chat.columns import missing_field
 from trainer.data.chat.fields import MalformedConversation, is_absent, unused_fields
 from trainer.data.chat.messages import is_trained, message_list
-from trainer.data.tokenizer.protocol import has_lone_surrogate
+from trainer.data.json_text import has_lone_surrogate
 
 Document = Mapping[str, Any]
 

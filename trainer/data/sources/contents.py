@@ -1,156 +1,146 @@
-"""Recognition of files that another type of dataset reads, or that must be converted first. Only messages depend on it."""
+"""What a file of data is, which type of dataset reads it, and what to do if none does: one table, `KINDS`.
 
+A file's first bytes decide, and for a table of values, which is plain text, the ending of its name. In a folder, endings decide.
+"""
+
+import codecs
 import os
-from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from trainer.base.config.recognition import is_lfs_pointer
+from trainer.data.sources.streams import COMPRESSED
 
 HEAD_BYTES = 512
-"""Number of bytes from which a file is recognized."""
-
+"""Number of bytes from which a file is recognised."""
 _CONVERSATIONS = ("chat", "preference")
 
 
-@dataclass(frozen=True)
+def _starts(*beginnings: bytes) -> Callable[[bytes], bool]:
+    return lambda head: head.startswith(beginnings)
+
+
+def _never(head: bytes) -> bool:
+    return False
+
+
+@dataclass(frozen=True, kw_only=True)
 class Kind:
+    """A row of the table."""
+
     name: str
     """Name with an article, such as "a Parquet table"."""
+    sign: Callable[[bytes], bool] = _never
+    """Whether the content that begins with these bytes is of this kind."""
+    endings: tuple[str, ...] = ()
+    """Endings of the names of such files."""
+    needs_ending: bool = False
+    """Whether the ending must show the kind too, because the content is also that of other files."""
     reader: str = ""
     """Type of dataset that reads such files."""
-    remedy: str = ""
-    """Action that makes such a file readable, if no type of dataset reads it."""
+    way_out: str = "convert such files to JSON lines, for example with to_json of the package datasets"
+    """What the user can do if no type of dataset reads them."""
 
     def advice(self, dataset: str) -> str:
-        """Return what the user can do, given the type of the dataset."""
-        if dataset in _CONVERSATIONS and self.reader in _TABLE_READERS:
+        """Return what the user of this type of dataset can do."""
+        if dataset in _CONVERSATIONS and self.reader in ("parquet", "huggingface"):
             return "decompress such files"  # plain files are read
-        if self.reader and not (dataset in _CONVERSATIONS and self.reader in _TEXT_READERS):
-            return f'dataset = "{self.reader}" reads such files'
-        if self.remedy:
-            return self.remedy
-        return "convert such files to JSON lines, for example with to_json of the package datasets"
+        # Text and tokens hold no conversations.
+        is_advice = self.reader and not (dataset in _CONVERSATIONS and self.reader in ("text", "tokens"))
+        return f'dataset = "{self.reader}" reads such files' if is_advice else self.way_out
 
-
-_TABLE_READERS = ("parquet", "huggingface")
-_TEXT_READERS = ("text", "tokens")
-"""Types of datasets whose files cannot hold conversations, so that they are no advice for them."""
-ARROW_FILE = b"ARROW1"
-"""First bytes of an Arrow file. An Arrow stream begins with the length of a message."""
-_PARQUET = Kind("a Parquet table", "parquet")
-_ARROW = Kind("an Arrow table", "huggingface")
-_ARCHIVE = Kind("an archive", remedy="unpack such files")
-_COMPRESSED = Kind("compressed data", remedy="decompress such files, or let their names end in .gz or .zst")
-_CSV = Kind("a table of comma-separated values", "csv")
-_TSV = Kind("a table of tab-separated values", "csv")
-_SHEET = Kind("a spreadsheet", remedy="save such files as CSV")
-_JSON = Kind("JSON", "jsonl")
-_NUMPY = Kind("a NumPy array", "tokens")
-UTF_16 = Kind("UTF-16 text", remedy="convert such files to UTF-8")
-LFS_POINTER = Kind("a Git LFS pointer instead of the file", remedy="download such files with: git lfs pull")
-
-_MAGIC = {
-    b"PAR1": _PARQUET,
-    ARROW_FILE: _ARROW,
-    b"\xff\xff\xff\xff": _ARROW,  # the first message of an Arrow stream
-    b"PK\x03\x04": _ARCHIVE,
-    b"7z\xbc\xaf\x27\x1c": _ARCHIVE,
-    b"Rar!": _ARCHIVE,
-    b"\x1f\x8b\x08": _COMPRESSED,
-    b"\x28\xb5\x2f\xfd": _COMPRESSED,
-    b"BZh": _COMPRESSED,
-    b"\xfd7zXZ\0": _COMPRESSED,
-    b"SQLite format 3\0": Kind("an SQLite database"),
-    b"\x93NUMPY": _NUMPY,
-    b"%PDF-": Kind("a PDF document", remedy="convert such files to text"),
-    b"\xff\xfe\0\0": Kind("UTF-32 text", remedy="convert such files to UTF-8"),
-    b"\xff\xfe": UTF_16,
-    b"\xfe\xff": UTF_16,
-}
-_ENDINGS = {
-    ".parquet": _PARQUET,
-    ".arrow": _ARROW,
-    ".feather": _ARROW,
-    ".csv": _CSV,
-    ".tsv": _TSV,
-    ".xlsx": _SHEET,
-    ".xls": _SHEET,
-    ".ods": _SHEET,
-    ".zip": _ARCHIVE,
-    ".tar": _ARCHIVE,
-    ".tgz": _ARCHIVE,
-    ".tar.gz": _ARCHIVE,
-    ".tar.zst": _ARCHIVE,
-    ".7z": _ARCHIVE,
-    ".rar": _ARCHIVE,
-    ".bz2": _COMPRESSED,
-    ".xz": _COMPRESSED,
-    ".lz4": _COMPRESSED,
-    ".jsonl": _JSON,
-    ".json": _JSON,
-    ".ndjson": Kind("JSON", remedy="let the names of such files end in .jsonl"),
-    ".txt": Kind("text", "text"),
-    ".md": Kind("text", "text"),
-    ".bin": Kind("a file of tokens", "tokens"),
-    ".npy": _NUMPY,
-}
-
-
-def recognize(head: bytes, path: str = "") -> Kind | None:
-    """Return the kind of a file that is neither plain text nor JSON.
-
-    Args:
-        head: At least the first HEAD_BYTES, decompressed.
-        path: Path of the file, which tells spreadsheets from other archives.
-    """
-    for magic, kind in _MAGIC.items():
-        if head.startswith(magic):
-            return _SHEET if kind is _ARCHIVE and _ENDINGS.get(ending_of(path)) is _SHEET else kind
-    if is_lfs_pointer(head):
-        return LFS_POINTER
-    if _is_utf16(head[:HEAD_BYTES]):
-        return UTF_16
-    if head[257:262] == b"ustar":
-        return _ARCHIVE
-    if head[:HEAD_BYTES].lstrip()[:9].lower().startswith((b"<!doctype", b"<html")):
-        return Kind("an HTML page", remedy="download the file itself")
-    return None
+    def instead_of(self, expected: str, dataset: str) -> str:
+        """Return the reason why the reader of a dataset cannot read a file of this kind. expected: what it reads."""
+        return f"this is {self.name}, not {expected}; {self.advice(dataset)}"
 
 
 def _is_utf16(head: bytes) -> bool:
-    """Return whether a text is UTF-16 without its mark: every second byte of Latin letters is zero, and the others are not."""
-    halves = head[::2], head[1::2]
-    return any(a.count(0) > 0.8 * len(a) and 0 not in b for a, b in (halves, halves[::-1]) if a and b)
+    """Return whether a text is UTF-16, also without its mark: every second byte of Latin letters is zero, the others are not."""
+    halves = head[:HEAD_BYTES:2], head[1:HEAD_BYTES:2]
+    is_latin = any(a.count(0) > 0.8 * len(a) and 0 not in b for a, b in (halves, halves[::-1]) if a and b)
+    return is_latin or head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
 
 
-def recognize_table(path: str) -> Kind | None:
-    """Return the kind of a table that is plain text, which only its name shows."""
-    kind = _ENDINGS.get(ending_of(path))
-    return kind if kind in (_CSV, _TSV) else None
+def _is_archive(head: bytes) -> bool:
+    return head.startswith((_ZIP, b"7z\xbc\xaf\x27\x1c", b"Rar!")) or head[257:262] == b"ustar"
 
 
-def recognize_json(head: bytes) -> Kind | None:
-    return _JSON if head.lstrip()[:1] in (b"{", b"[") else None
+def _is_html(head: bytes) -> bool:
+    return head[:HEAD_BYTES].lstrip()[:9].lower().startswith((b"<!doctype", b"<html"))
+
+
+def _is_json(head: bytes) -> bool:
+    return head[:HEAD_BYTES].removeprefix(codecs.BOM_UTF8).lstrip().startswith((b"{", b"["))
+
+
+ARROW_FILE = b"ARROW1"
+"""First bytes of an Arrow file. An Arrow stream begins with the length of a message."""
+_ZIP = b"PK\x03\x04"
+_TO_UTF8 = "convert such files to UTF-8"
+LFS_POINTER = Kind(
+    name="a Git LFS pointer instead of the file", sign=is_lfs_pointer, way_out="download such files with: git lfs pull"
+)
+UTF_16 = Kind(name="UTF-16 text", sign=_is_utf16, way_out=_TO_UTF8)
+
+# fmt: off
+KINDS = (
+    # The first row that is found decides.
+    Kind(name="a Parquet table", sign=_starts(b"PAR1"), endings=(".parquet",), reader="parquet"),
+    Kind(name="an Arrow table", sign=_starts(ARROW_FILE, b"\xff\xff\xff\xff"), endings=(".arrow", ".feather"),
+         reader="huggingface"),
+    Kind(name="a spreadsheet", sign=_starts(_ZIP), endings=(".xlsx", ".xls", ".ods"), needs_ending=True,
+         way_out="save such files as CSV"),
+    Kind(name="an archive", sign=_is_archive, endings=(".zip", ".tar", ".tgz", ".tar.gz", ".tar.zst", ".7z", ".rar"),
+         way_out="unpack such files"),
+    Kind(name="compressed data", sign=_starts(b"\x1f\x8b\x08", b"\x28\xb5\x2f\xfd", b"BZh", b"\xfd7zXZ\0"),
+         endings=(".bz2", ".xz", ".lz4"), way_out="decompress such files, or let their names end in .gz or .zst"),
+    Kind(name="an SQLite database", sign=_starts(b"SQLite format 3\0")),
+    Kind(name="a PDF document", sign=_starts(b"%PDF-"), way_out="convert such files to text"),
+    Kind(name="an HTML page", sign=_is_html, way_out="download the file itself"),
+    LFS_POINTER,
+    Kind(name="UTF-32 text", sign=_starts(codecs.BOM_UTF32_LE), way_out=_TO_UTF8),
+    UTF_16,
+    Kind(name="a file of tokens", endings=(".bin",), reader="tokens"),
+    Kind(name="a NumPy array", sign=_starts(b"\x93NUMPY"), endings=(".npy",), reader="tokens"),
+    Kind(name="a table of comma-separated values", sign=_starts(b""), endings=(".csv",), needs_ending=True, reader="csv"),
+    Kind(name="a table of tab-separated values", sign=_starts(b""), endings=(".tsv",), needs_ending=True, reader="csv"),
+    Kind(name="JSON", sign=_is_json, endings=(".jsonl", ".json"), reader="jsonl"),
+    Kind(name="JSON", endings=(".ndjson",), way_out="let the names of such files end in .jsonl"),
+    Kind(name="text", endings=(".txt", ".md"), reader="text"),
+)
+# fmt: on
+
+
+def _compressions(reader: str) -> tuple[str, ...]:
+    return ("", *COMPRESSED) if reader in ("text", "jsonl", "csv") else ("",)
+
+
+_OF_ENDING = {e + compressed: kind for kind in KINDS for compressed in _compressions(kind.reader) for e in kind.endings}
+
+
+def recognise(head: bytes, path: str) -> Kind | None:
+    """Return the kind of a file, or None if it is text of an unknown kind, or unknown.
+
+    Args:
+        head: At least the first HEAD_BYTES, decompressed.
+        path: Path of the file.
+    """
+    by_ending = kind_of_ending(ending_of(path))
+    return next((kind for kind in KINDS if kind.sign(head) and (by_ending is kind or not kind.needs_ending)), None)
+
+
+def kind_of_ending(ending: str) -> Kind | None:
+    return _OF_ENDING.get(ending)
+
+
+def endings_of(reader: str) -> tuple[str, ...]:
+    """Return the endings of the files that a type of dataset reads in a folder. Those of compressed files come last."""
+    endings = [ending for kind in KINDS if kind.reader == reader for ending in kind.endings]
+    return tuple(ending + compressed for compressed in _compressions(reader) for ending in endings)
 
 
 def ending_of(path: str) -> str:
-    """Return the ending of a file's name: the longest in _ENDINGS, or everything from the last dot on."""
+    """Return the ending of a file's name: the longest in the table, or everything from the last dot on."""
     name = os.path.basename(path).lower()
-    known = max((ending for ending in _ENDINGS if name.endswith(ending)), key=len, default="")
+    known = max((ending for ending in _OF_ENDING if name.endswith(ending)), key=len, default="")
     return known or os.path.splitext(name)[1]
-
-
-def list_endings(endings: Counter[str]) -> str:
-    """Return how many files have the most frequent endings, such as "3 .csv, 1 .parquet"."""
-    shown = [f"{count} {ending or 'without an ending'}" for ending, count in endings.most_common(4)]
-    return ", ".join([*shown, "..."] if len(endings) > 4 else shown)
-
-
-def advice_for(endings: Counter[str], dataset: str) -> str:
-    """Return what the user can do with files that a dataset does not read, given their most frequent known ending, or "".
-
-    Text files beside files of another kind describe those.
-    """
-    kinds = [_ENDINGS[ending] for ending, _ in endings.most_common() if ending in _ENDINGS]
-    kind = next((kind for kind in kinds if kind.reader != "text"), kinds[0] if kinds else None)
-    return kind.advice(dataset) if kind else ""

@@ -2,23 +2,20 @@
 
 import csv
 import io
-import json
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from trainer.base.config import ConfigError, DataConfig
 from trainer.base.config.schema.data import DOCUMENT_COLUMNS, MESSAGE_LISTS
 from trainer.base.system.spelling import counted, listed
-from trainer.data.sources.contents import HEAD_BYTES, recognize, recognize_json
-from trainer.data.sources.files import with_compressed
+from trainer.data.json_text import InvalidJson, RepeatedName, has_lone_surrogate, parse_json
+from trainer.data.sources.contents import HEAD_BYTES, recognise
 from trainer.data.sources.source import BadDocument, Document, InvalidDocument, Span, too_long
-from trainer.data.sources.streams import BrokenStream, ends_in, open_stream
+from trainer.data.sources.streams import BrokenStream, open_stream
 from trainer.data.sources.text_field import extractor, no_column_error
-from trainer.data.tokenizer.protocol import has_lone_surrogate
 
 T = TypeVar("T")
 
-CSV_ENDINGS = with_compressed((".csv", ".tsv"))
 _DELIMITERS = ",;\t"
 _FLAGS = {"0": 0, "0.0": 0, "1": 1, "1.0": 1, "true": True, "false": False}
 """Values of the columns weight and train."""
@@ -53,12 +50,9 @@ class CsvRecords:
         line = 0
         try:
             with open_stream(span.path) as file:
-                head = file.peek(HEAD_BYTES)[:HEAD_BYTES]
-                kind = recognize(head, span.path)
-                if kind is None and not ends_in(span.path, CSV_ENDINGS):
-                    kind = recognize_json(head)
-                if kind is not None:
-                    reason = f"this is {kind.name}, not a table of values; {kind.advice(self._dataset)}"
+                kind = recognise(file.peek(HEAD_BYTES)[:HEAD_BYTES], span.path)
+                if kind is not None and kind.reader != "csv":
+                    reason = kind.instead_of("a table of values", self._dataset)
                     yield BadDocument(span.path, 0, reason, ends_file=True)
                     return
                 # Bytes that are not UTF-8 become lone surrogates, so that only their own row is bad.
@@ -143,8 +137,10 @@ class CsvRecords:
         if name not in self._lists or not value.lstrip().startswith(("[", "{")):
             return value
         try:
-            messages = json.loads(value)
-        except (ValueError, RecursionError):
+            messages = parse_json(value)
+        except RepeatedName as reason:
+            raise InvalidDocument(f"column {name!r}: {reason}") from None
+        except InvalidJson:
             return value
         listed = messages if isinstance(messages, list) else [messages]
         is_list = listed and all(isinstance(m, dict) and not self._roles.isdisjoint(m) for m in listed)

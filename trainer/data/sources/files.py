@@ -13,14 +13,10 @@ from trainer.base.config import ConfigError
 from trainer.base.system import console
 from trainer.base.system.paths import Remarks, expand, split_pattern, unreadable, walk
 from trainer.base.system.spelling import counted, similar_path
-from trainer.data.sources.contents import advice_for, ending_of, list_endings
-from trainer.data.sources.streams import COMPRESSED, ends_in, is_compressed
+from trainer.data.sources.contents import ending_of, endings_of, kind_of_ending
+from trainer.data.sources.streams import ends_in, is_compressed
 
 MANIFEST = ".manifest"
-
-
-def with_compressed(suffixes: tuple[str, ...]) -> tuple[str, ...]:
-    return suffixes + tuple(suffix + compressed for compressed in COMPRESSED for suffix in suffixes)
 
 
 @dataclass
@@ -39,16 +35,16 @@ class _Search(Remarks):
         return tuple(itertools.chain.from_iterable(self.groups))
 
 
-def find_files(path: str, dataset: str, *groups: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
+def find_files(path: str, dataset: str, readers: Sequence[str] = ()) -> tuple[str, tuple[str, ...]]:
     """Return the root folder and the sorted files of data.path. Raises ConfigError if no file matches.
 
     Args:
-        path: a file, a folder, a pattern or a manifest.
-        dataset: type of the dataset, for messages.
-        groups: in a folder, only files whose names end in one of the suffixes of a group, in any case, are selected: of the first
-            group that any file belongs to.
+        path: A file, a folder, a pattern or a manifest.
+        dataset: Type of the dataset.
+        readers: Types of datasets that read the files, instead of this one. Of a folder, only the files with the endings of the
+            first one that reads any are selected.
     """
-    search = _Search(groups=groups)
+    search = _Search(groups=tuple(map(endings_of, readers or (dataset,))))
     is_manifest = ends_in(path, MANIFEST) and not os.path.isdir(path)
     try:
         root, files = _from_manifest(path, search) if is_manifest else _find(path, "", search)
@@ -56,7 +52,7 @@ def find_files(path: str, dataset: str, *groups: tuple[str, ...]) -> tuple[str, 
         raise ConfigError("data.path", unreadable(error)) from None
     if not files:
         suffixes = search.suffixes
-        if len(groups) > 1:
+        if len(search.groups) > 1:
             suffixes = [suffix for suffix in suffixes if not is_compressed(suffix)]
         message = f"this path holds no file ending in {' or '.join(suffixes)}"
         raise ConfigError("data.path", "; ".join([message, *_describe(search, dataset)]))
@@ -113,13 +109,21 @@ def describe_folder(folder: str, dataset: str) -> str:
 
 def _describe(search: _Search, dataset: str) -> Iterator[str]:
     if search.other_endings:
-        yield f"its files: {list_endings(search.other_endings)}"
-        if advice := advice_for(search.other_endings, dataset):
-            yield advice
+        yield f"its files: {_listed_endings(search)}"
+        kinds = [kind for ending, _ in search.other_endings.most_common() if (kind := kind_of_ending(ending))]
+        if kinds:  # text files beside files of another kind describe those
+            yield next((kind for kind in kinds if kind.reader != "text"), kinds[0]).advice(dataset)
     if search.folders:
         yield f"the pattern matches only folders, such as {search.folders[0]}; append /** to select the files below them"
     if hidden := _hidden(search):
         yield f"hidden files and folders are ignored, such as {hidden[0]}"
+
+
+def _listed_endings(search: _Search) -> str:
+    """Return how many files have the most frequent endings, such as "3 .csv, 1 .parquet"."""
+    frequent = search.other_endings.most_common(4)
+    shown = [f"{count} {ending or 'without an ending'}" for ending, count in frequent]
+    return ", ".join([*shown, "..."] if len(search.other_endings) > 4 else shown)
 
 
 def _hidden(search: _Search) -> list[str]:
@@ -130,8 +134,8 @@ def _log(path: str, search: _Search) -> None:
     if hidden := _hidden(search):
         console.info(f"{path}: ignored {len(hidden)} hidden files and folders, such as {hidden[0]}")
     if search.other_endings:
-        count, endings = search.other_endings.total(), list_endings(search.other_endings)
-        console.info(f"{path}: ignored {counted(count, 'file')} with other endings: {endings}")
+        count = counted(search.other_endings.total(), "file")
+        console.info(f"{path}: ignored {count} with other endings: {_listed_endings(search)}")
     if search.folders:
         console.info(
             f"{path}: ignored {len(search.folders)} folders that match the pattern, such as {search.folders[0]}"

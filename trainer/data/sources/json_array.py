@@ -1,9 +1,13 @@
-"""The elements of a JSON array in a file, read one after the other in bounded memory."""
+"""The elements of a JSON array in a file, read one after the other in bounded memory.
+
+json.JSONDecoder.raw_decode cannot replace this scanner: it finds the end of a value only if the value is valid and completely in
+memory, while here the elements after one that is malformed, not UTF-8 or too long are read.
+"""
 
 import codecs
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import BinaryIO
 
 _CHUNK_BYTES = 2**20
@@ -17,44 +21,15 @@ class BrokenArray(Exception):
     """The reason why a file is not one complete array."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Element:
-    content: bytes
-    """JSON text without surrounding white space. Its end is missing if it is too long."""
-    is_too_long: bool
+    """An element of an array."""
+
     line: int
-    """Number of the line in which the element begins, counted from 1."""
-
-
-class _Collector:
-    """Collector of the bytes of one element after the other."""
-
-    def __init__(self, max_bytes: int):
-        self._max_bytes = max_bytes
-        self._content = bytearray()
-        self._num_bytes = self._newlines = 0  # of the element, including white space at its end
-        self.length = 0
-        """Number of bytes of the element up to the last one that is not white space."""
-        self.line = 1
-        """Number of the line in which the element begins."""
-
-    def add(self, content: bytes) -> None:
-        if not self.length:
-            stripped = content.lstrip(_SPACE)
-            self.line += content.count(b"\n", 0, len(content) - len(stripped))
-            content = stripped
-        self._content += content[: max(self._max_bytes - len(self._content), 0)]
-        if solid := content.rstrip(_SPACE):
-            self.length = self._num_bytes + len(solid)
-        self._num_bytes += len(content)
-        self._newlines += content.count(b"\n")
-
-    def take(self) -> Element:
-        element = Element(bytes(self._content[: self.length]), self.length > self._max_bytes, self.line)
-        self.line += self._newlines
-        self._content.clear()
-        self._num_bytes = self._newlines = self.length = 0
-        return element
+    """Number of the line in which it begins, counted from 1."""
+    content: bytearray = field(default_factory=bytearray)
+    """JSON text, possibly with white space after it. Its end is missing if it is too long."""
+    is_too_long: bool = False
 
 
 def is_array(head: bytes) -> bool:
@@ -62,57 +37,72 @@ def is_array(head: bytes) -> bool:
     return head.removeprefix(codecs.BOM_UTF8).lstrip(_SPACE).startswith(b"[")
 
 
-def read_array(file: BinaryIO, max_bytes: int) -> Iterator[Element]:  # noqa: C901 - one scanner, whose state is local
-    """Yield the elements of the array in a file. Their content may be malformed. Raises BrokenArray if the end of an element or
-    of the array cannot be found, or if more text follows. max_bytes: maximum length of an element."""
-    element, count, depth, in_string, has_ended = _Collector(max_bytes), 0, 0, False, False
+def read_array(file: BinaryIO, max_bytes: int) -> Iterator[Element]:
+    """Yield the elements of the array in a file. Their content may be malformed.
+
+    Args:
+        file: Its content begins with an array, see `is_array`.
+        max_bytes: Maximum length of an element.
+
+    Raises:
+        BrokenArray: The end of an element or of the array cannot be found, or more text follows.
+    """
+    element, count, line, has_ended = Element(1), 0, 1, False
+    for piece, border in _pieces(file):
+        if has_ended:
+            if rest := (piece + border).lstrip(_SPACE):
+                hint = "; a document of JSON lines must be an object" if rest.startswith(b"[") else ""
+                raise BrokenArray(f"more text follows the array, which ends in line {line}{hint}")
+            continue
+        text = piece if element.content else piece.lstrip(_SPACE)
+        if not element.content:
+            element.line = line + piece.count(b"\n", 0, len(piece) - len(text))
+        line += piece.count(b"\n")
+        space_left = max_bytes - len(element.content)
+        element.content += text[:space_left]
+        element.is_too_long |= bool(text[space_left:].strip(_SPACE))
+        if border == b"}":
+            raise BrokenArray(f"element {count + 1}, in line {element.line}, is followed by }} instead of ]")
+        has_ended = border == b"]"
+        if border == b"," or (has_ended and element.content):  # a comma after the last element is accepted
+            count += 1
+            yield element
+        if border:
+            element = Element(line)
+    if not has_ended:
+        raise BrokenArray(f"the array has no end: element {count + 1}, in line {element.line}, is incomplete")
+
+
+def _pieces(file: BinaryIO) -> Iterator[tuple[bytes, bytes]]:
+    """Yield the content of a file in pieces, each with the character after it if this begins or ends the array or separates its
+    elements, else with b""."""
+    depth, in_string = 0, False
     for chunk in _chunks(file):
         start = position = 0
-        while not has_ended:
+        while True:
             if in_string:
                 position = _end_of_string(chunk, position)
                 in_string = not position
-                if in_string:
-                    break
-            match = (_IN_ELEMENT if depth > 1 else _BETWEEN_ELEMENTS).search(chunk, position)
+            pattern = _IN_ELEMENT if depth > 1 else _BETWEEN_ELEMENTS
+            match = None if in_string else pattern.search(chunk, position)
             if match is None:
                 break
             token, position = match[0], match.end()
-            if token == b'"':
-                in_string = True
-            elif token in (b"[", b"{"):
-                depth += 1
-                if depth == 1:
-                    element.add(chunk[start : match.start()])  # white space, for the number of the line
+            in_string = token == b'"'
+            if not in_string:
+                opens = token in b"[{"
+                if depth + opens == 1:
+                    yield chunk[start : match.start()], token
                     start = position
-            elif depth == 1 and token != b"}":
-                element.add(chunk[start : match.start()])
-                start = position
-                has_ended = token == b"]"
-                if element.length or not has_ended:  # a comma after the last element is accepted
-                    count += 1
-                    yield element.take()
-            elif token != b",":
-                depth -= 1
-                if not depth:
-                    raise BrokenArray(f"element {count + 1}, in line {element.line}, is followed by }} instead of ]")
-        if not has_ended:
-            element.add(chunk[start:])
-        elif chunk[start:].strip(_SPACE):
-            is_list = chunk[start:].lstrip(_SPACE).startswith(b"[")
-            hint = "; a document of JSON lines must be an object" if is_list else ""
-            raise BrokenArray(f"more text follows the array, which ends in line {element.line}{hint}")
-    if not has_ended:
-        raise BrokenArray(f"the array has no end: element {count + 1}, in line {element.line}, is incomplete")
+                depth += opens - (token in b"]}")
+        yield chunk[start:], b""
 
 
 def _end_of_string(chunk: bytes, position: int) -> int:
     """Return the position after the next quote that is not escaped, or 0 if there is none."""
     while quote := chunk.find(b'"', position) + 1:
-        first = quote - 1
-        while first > position and chunk[first - 1] == ord("\\"):
-            first -= 1
-        if (quote - 1 - first) % 2 == 0:
+        before = chunk[position : quote - 1]
+        if (len(before) - len(before.rstrip(b"\\"))) % 2 == 0:
             return quote
         position = quote
     return 0

@@ -29,18 +29,14 @@ def is_compressed(path: str) -> bool:
 def open_stream(path: str) -> BinaryIO:
     """Open a file as a stream of decompressed bytes. Raises ConfigError if the package that decompresses it
     is missing. Reading raises BrokenStream if the compressed data is damaged."""
+    if not is_compressed(path):
+        return open(path, "rb")
     if ends_in(path, ".gz"):
-        return _decompressed(path, "gzip", lambda: zlib.decompressobj(wbits=31), zlib.error)
-    if ends_in(path, ".zst"):
+        decompress = ("gzip", lambda: zlib.decompressobj(wbits=31), zlib.error)
+    else:
         zstandard = require_package("zstandard", "data.path")
-        new_stream = zstandard.ZstdDecompressor().decompressobj
-        return _decompressed(path, "zstd", new_stream, zstandard.ZstdError)
-    return open(path, "rb")
-
-
-def _decompressed(path: str, format: str, new_stream: Callable[[], Any], error: type[Exception]) -> BinaryIO:
-    file = open(path, "rb")  # noqa: SIM115  closed with the decompressor
-    return io.BufferedReader(_Decompressor(file, format, new_stream, error))
+        decompress = ("zstd", zstandard.ZstdDecompressor().decompressobj, zstandard.ZstdError)
+    return io.BufferedReader(_Decompressor(open(path, "rb"), *decompress))
 
 
 class _Decompressor(io.RawIOBase):

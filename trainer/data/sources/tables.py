@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from trainer.base.config import ConfigError, DataConfig
 from trainer.base.config.packages import require_package
-from trainer.data.sources.contents import ARROW_FILE, HEAD_BYTES, recognize, recognize_json
+from trainer.data.sources.contents import ARROW_FILE, HEAD_BYTES, recognise
 from trainer.data.sources.source import BadDocument, Document, InvalidDocument, Span, too_long
 from trainer.data.sources.text_field import no_column_error
 
@@ -57,8 +57,8 @@ class Tables:
             if isinstance(error, OSError) and error.errno:
                 raise  # this is a file system error
             if start >= span.start:  # otherwise an earlier span reports the error
-                reason = self._other_format(span.path) or f"{self.format}, or it is damaged ({first_line(error)})"
-                yield BadDocument(span.path, row, f"this is not {reason}", ends_file=True)
+                reason = f"this is not {self.format}, or it is damaged ({first_line(error)})"
+                yield BadDocument(span.path, row, self._other_format(span.path) or reason, ends_file=True)
 
     def _values(self, batches: Iterable) -> Iterator[Any]:
         """Yield the value of the text column in each row, or each row as a batch of its own."""
@@ -69,13 +69,11 @@ class Tables:
                 yield from (batch.slice(i, 1) for i in range(batch.num_rows))
 
     def _other_format(self, path: str) -> str:
-        """Return what a file is that was not recognized as a table, or "" if it is unknown or a damaged table."""
+        """Return the reason why a file cannot be read if it is known to be of another kind, or ""."""
         with open(path, "rb") as file:
-            head = file.read(HEAD_BYTES)
-        kind = recognize(head, path) or recognize_json(head)
-        if kind is None or kind.reader == self.reader:
-            return ""
-        return f"{self.format}, but {kind.name}; {kind.advice(self.dataset)}"
+            kind = recognise(file.read(HEAD_BYTES), path)
+        is_other = kind is not None and kind.reader != self.reader
+        return kind.instead_of(self.format, self.dataset) if is_other else ""
 
     def require_text(self, path: str, schema: Any) -> None:
         """Raise ConfigError unless the table has the column `self.column` and the column holds text."""

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from trainer.base.config import DataConfig
-from trainer.data.sources.contents import LFS_POINTER, UTF_16, recognize
-from trainer.data.sources.files import find_files, with_compressed
+from trainer.data.sources.contents import LFS_POINTER, UTF_16, recognise
+from trainer.data.sources.files import find_files
 from trainer.data.sources.source import BadDocument, InvalidDocument, Source, Span, too_long
 from trainer.data.sources.streams import BrokenStream, open_stream
 
@@ -26,13 +26,16 @@ def _read_text(max_bytes: int, span: Span, transform: Callable[[str], T]) -> Ite
         content = content.removeprefix(codecs.BOM_UTF8)
         if not content:
             raise InvalidDocument("the document is empty")
-        if (kind := recognize(content, span.path)) in (LFS_POINTER, UTF_16):  # which may be UTF-8 too
+        kind = recognise(content, span.path)
+        if kind in (LFS_POINTER, UTF_16):  # which may be UTF-8 too
             raise InvalidDocument(f"this is {kind.name}; {kind.advice('text')}")
         yield transform(content.decode("utf-8"))
     except UnicodeDecodeError as error:
-        line = 0 if kind else content.count(b"\n", 0, error.start) + 1
-        reason = f"this is {kind.name}, not UTF-8 text; {kind.advice('text')}" if kind else ""
-        yield BadDocument(span.path, line, reason or f"the file is not UTF-8 text (byte {error.start})")
+        if kind and kind.reader not in ("jsonl", "csv"):  # which are text
+            yield BadDocument(span.path, 0, kind.instead_of("UTF-8 text", "text"))
+        else:
+            line = content.count(b"\n", 0, error.start) + 1
+            yield BadDocument(span.path, line, f"the file is not UTF-8 text (byte {error.start})")
     except (InvalidDocument, BrokenStream) as reason:
         yield BadDocument(span.path, 0, str(reason))
 
@@ -48,5 +51,5 @@ def python_stdlib(config: DataConfig) -> Source:
 
 
 def text(config: DataConfig) -> Source:
-    root, files = find_files(config.path, config.dataset, with_compressed((".txt", ".md")))
+    root, files = find_files(config.path, config.dataset)
     return Source(root, files, False, partial(_read_text, config.max_document_bytes))

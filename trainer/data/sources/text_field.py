@@ -6,8 +6,8 @@ from typing import Any
 
 from trainer.base.config import ConfigError
 from trainer.base.system.spelling import did_you_mean, listed
+from trainer.data.json_text import has_lone_surrogate
 from trainer.data.sources.source import Document, InvalidDocument
-from trainer.data.tokenizer.protocol import has_lone_surrogate
 
 _TYPE_NAMES = {
     dict: "an object", list: "a list", str: "a string", bool: "a boolean", int: "a number", float: "a number",

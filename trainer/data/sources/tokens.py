@@ -10,6 +10,7 @@ from typing import TypeVar
 import numpy as np
 
 from trainer.base.config import ConfigError, DataConfig
+from trainer.data.sources.contents import endings_of
 from trainer.data.sources.files import find_files
 from trainer.data.sources.source import BadDocument, Source, Span, too_long
 from trainer.data.sources.streams import ends_in
@@ -236,10 +237,11 @@ def _document_ends(tokens: np.ndarray, eos: int, first: int) -> Iterator[int]:
 
 
 def tokens(config: DataConfig, tokenizer: Tokenizer) -> Source:
-    root, files = find_files(config.path, config.dataset, (".bin", ".npy"))
-    wrong = next((file for file in files if not ends_in(file, (".bin", ".npy"))), None)
+    root, files = find_files(config.path, config.dataset)
+    endings = endings_of("tokens")
+    wrong = next((file for file in files if not ends_in(file, endings)), None)
     if wrong is not None:
-        raise _error(f"{wrong}: expected the name of a .bin or .npy file")
+        raise _error(f"{wrong}: expected the name of a {' or '.join(endings)} file")
     dtype = {"uint16": "<u2", "uint32": "<u4"}[config.token_dtype]
     read = TokenFiles(dtype, tokenizer.eos, tokenizer.vocab_size, config.max_document_bytes)
     for path in files:

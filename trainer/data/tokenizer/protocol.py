@@ -8,15 +8,6 @@ from typing import Protocol
 import numpy as np
 
 
-def has_lone_surrogate(text: str) -> bool:
-    """Return whether the text contains a lone surrogate. JSON can hold one, but no tokenizer accepts it."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return True
-    return False
-
-
 def content_fingerprint(backend: str, content: bytes) -> str:
     return f"{backend}-{hashlib.sha256(content).hexdigest()[:16]}"
 
