@@ -9,7 +9,7 @@ from trainer.data.chat.special_names import SpecialNames
 from trainer.data.chat.template import TemplateFailure
 from trainer.data.chat.template_files import BUILT_IN
 from trainer.data.chat.traced_text import TEMPLATE, UNKNOWN, data_origin
-from trainer.data.tokenizer.added_tokens import WithAddedTokens
+from trainer.data.tokenizer.special_tokens import WithAddedTokens
 
 LOOK_ALIKES = [
     "<|eot_id|>",

@@ -14,7 +14,13 @@ from trainer.base.config.fields import Layer, Value
 from trainer.base.config.recognition import require
 from trainer.base.config.schema.config import Config
 from trainer.base.config.schema.model import TokenizerConfig
-from trainer.base.config.tokenizer_and_template import TOKENIZER_FILES, template_file, tokenizer_of, tokenizer_settings
+from trainer.base.config.tokenizer_and_template import (
+    TOKENIZER_FILES,
+    no_tokenizer,
+    template_file,
+    tokenizer_of,
+    tokenizer_settings,
+)
 from trainer.base.system.paths import split_best
 from trainer.base.system.spelling import similar_path
 
@@ -82,7 +88,7 @@ def layer_of_tokenizer(config: Config) -> Layer:
     with errors_about(key):
         found = tokenizer_of(Path(path))
     if not found and os.path.isdir(path):
-        raise ConfigError(key, f"this folder contains none of {', '.join(TOKENIZER_FILES)}")
+        raise ConfigError(key, no_tokenizer("this folder"))
     if not found:
         backends = ", ".join(sorted({*TOKENIZER_FILES.values(), "tiktoken"}))
         message = f"the kind of this tokenizer is not clear from its name; set tokenizer.backend to {backends}"
@@ -180,8 +186,9 @@ def _tokenizer(config: Config, folder: Path) -> dict[str, Any]:
     if not found and any(key in config.origins for key in _PARTS["tokenizer"]):
         return {}
     if not found:
-        message = f"{folder} contains none of {', '.join(TOKENIZER_FILES)}"
-        raise ConfigError(SETTING, f"{message}; set tokenizer.path, or tokenizer.backend = default (the shipped one)")
+        raise ConfigError(
+            SETTING, f"{no_tokenizer(folder)}; set tokenizer.path, or tokenizer.backend = default (the shipped one)"
+        )
     return _with_own_tokens(found, config.tokenizer)
 
 

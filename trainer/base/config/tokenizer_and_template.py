@@ -42,6 +42,11 @@ def published_tokenizer(folder: Path) -> dict[str, Any]:
     return next((tokenizer_of(file) | {"path": str(file)} for file in files if file.exists() and not file.is_dir()), {})
 
 
+def no_tokenizer(folder: Path | str) -> str:
+    """Return the message that a folder has no tokenizer."""
+    return f"{folder} contains none of {', '.join(TOKENIZER_FILES)}"
+
+
 def tokenizer_of(path: Path) -> dict[str, Any]:
     """Return the settings of [tokenizer] that load the tokenizer at a path: a folder with a model, or a tokenizer's file. Return
     {} if the kind of the tokenizer is unknown. If the path does not exist, its name decides alone. Raises ConfigError."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from models.huggingface import HuggingFace
 from trainer.base.config import ConfigError, TokenizerConfig
-from trainer.base.config.tokenizer_and_template import TOKENIZER_FILES, published_tokenizer, saved_tokenizer
+from trainer.base.config.tokenizer_and_template import no_tokenizer, published_tokenizer, saved_tokenizer
 from trainer.base.system.checkpoint_folder import MODEL_FILE
 from trainer.base.system.files import parse_json_object
 from trainer.checkpoint import manifest
@@ -47,7 +47,7 @@ def load_hf_tokenizer(folder: Path) -> Tokenizer:
     """Load the tokenizer of a folder in Hugging Face's format. Raises ConfigError if there is none."""
     settings = published_tokenizer(folder)
     if not settings:
-        raise ConfigError("", f"{folder} contains none of {', '.join(TOKENIZER_FILES)}")
+        raise ConfigError("", no_tokenizer(folder))
     return load_tokenizer(TokenizerConfig(**settings))
 
 

@@ -11,13 +11,11 @@ import sentencepiece
 from trainer.base.config import ConfigError, TokenizerConfig
 from trainer.base.config.recognition import pointer_problem, recognise
 from trainer.data.tokenizer import sentencepiece_json
-from trainer.data.tokenizer.added_tokens import WithAddedTokens
 from trainer.data.tokenizer.byte_pair import LONGEST_RUN, LONGEST_TEXT, PATTERNS, byte_pair_encoding, short_pieces
-from trainer.data.tokenizer.hf_added_tokens import json_object, name_of
-from trainer.data.tokenizer.hf_json import SPECIAL_TOKEN_FLAGS, json_files, tokenizer_json
+from trainer.data.tokenizer.hf_json import SPECIAL_TOKEN_FLAGS, json_files, json_object, tokenizer_json
 from trainer.data.tokenizer.huggingface import HuggingFaceTokenizer
 from trainer.data.tokenizer.protocol import Tokenizer, content_fingerprint, piece_bytes
-from trainer.data.tokenizer.special_tokens import remap_reserved
+from trainer.data.tokenizer.special_tokens import WithAddedTokens, configured_tokens, name_of, remap_reserved
 from trainer.data.tokenizer.tekken import TekkenTokenizer
 
 DEFAULT_FILE = Path(__file__).with_name("default.tiktoken")
@@ -291,15 +289,12 @@ def _require_configured_tokens(tokenizer: Tokenizer, num_pieces: int, folder: Pa
     """Raise ConfigError if the files beside a sentencepiece model add tokens that the tokenizer does not have. A token that only
     pads is not needed. num_pieces: number of tokens in the model's file."""
     config = json_object(folder / "tokenizer_config.json")
-    decoder = config.get("added_tokens_decoder")
-    file = "added_tokens.json" if decoder is None else "tokenizer_config.json"
-    try:
-        added = json_object(folder / file) if decoder is None else {name_of(entry): i for i, entry in decoder.items()}
-        ids = {name: int(i) for name, i in added.items()}
-    except (TypeError, ValueError, AttributeError):
-        raise ConfigError("tokenizer.path", f"{folder / file} does not list added tokens with their ids") from None
-    for name, token in ids.items():
-        is_new = token >= num_pieces and name != name_of(config.get("pad_token"))
+    older = {} if config.get("added_tokens_decoder") is not None else json_object(folder / "added_tokens.json")
+    file, tokens = configured_tokens({"tokenizer_config.json": config, "added_tokens.json": older}, folder)
+    padding = name_of(config.get("pad_token"))
+    for token, flags in tokens.items():
+        name = flags["content"]
+        is_new = token >= num_pieces and name != padding
         if is_new and tokenizer.special_tokens.get(name) != token:
             message = f"{file} adds {name} with the id {token}, which the sentencepiece model does not have"
             way = "use its tokenizer.json with backend = huggingface, or add the tokens with tokenizer.extra_special_tokens"

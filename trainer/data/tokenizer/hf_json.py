@@ -1,11 +1,25 @@
-"""Conversion of byte-pair ranks to the tokenizer.json of Hugging Face's `tokenizers`."""
+"""JSON files of tokenizers in Hugging Face's format, and the conversion of byte-pair ranks to a tokenizer.json."""
 
 import itertools
 import json
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
+from trainer.base.config import ConfigError
+from trainer.base.system.files import read_json_object
+
 SPECIAL_TOKEN_FLAGS = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+
+
+def json_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file, or {} if the file is missing. Raises ConfigError."""
+    try:
+        return read_json_object(path)
+    except FileNotFoundError:
+        return {}
+    except ValueError:
+        raise ConfigError("tokenizer.path", f"{path} is not a JSON object") from None
 
 
 def json_bytes(content: dict[str, Any]) -> bytes:

@@ -9,17 +9,10 @@ import numpy as np
 
 from trainer.base.config import ConfigError
 from trainer.base.config.packages import require_package
-from trainer.data.tokenizer.hf_added_tokens import (
-    add_configured_tokens,
-    json_object,
-    missing_token,
-    name_of,
-    protect_special,
-    with_added_tokens,
-)
-from trainer.data.tokenizer.hf_json import is_byte_level, json_bytes, json_files
+from trainer.data.tokenizer.hf_json import is_byte_level, json_bytes, json_files, json_object
 from trainer.data.tokenizer.placeholders import PlaceholderEncoder, depends_on_neighbours
 from trainer.data.tokenizer.protocol import Tokenizer, content_fingerprint, piece_bytes
+from trainer.data.tokenizer.special_tokens import FolderTokens, missing_token, name_of
 
 # Files in which Hugging Face's formats name EOS, in order of precedence.
 _NAMES = ("tokenizer_config.json", "special_tokens_map.json")
@@ -58,16 +51,15 @@ class HuggingFaceTokenizer(Tokenizer):
         package = require_package("tokenizers", "tokenizer.backend")
         self._beside, self._companions = beside, companions
         self._tokenizer = tokenizer = _parse(package, content, path)
-        plain = _plain_tokens(tokenizer)
-        unchanged = repr(tokenizer.get_added_tokens_decoder())
-        named = add_configured_tokens(package, tokenizer, beside, path.parent)
+        plain, unchanged = _plain_tokens(tokenizer), repr(tokenizer.get_added_tokens_decoder())
+        tokens = FolderTokens(package, tokenizer, beside, path.parent)
         is_complete = repr(tokenizer.get_added_tokens_decoder()) == unchanged
-        self._json = content if is_complete else json_bytes(with_added_tokens(content, tokenizer))
-        protect_special(package, tokenizer, named)
+        self._json = content if is_complete else tokens.written_into(content)
+        tokens.protect_special()
         ids = tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(ids.values()) + 1  # the ids may have gaps
-        added = tokenizer.get_added_tokens_decoder()
-        special = {i: added[i] for i in sorted(added) if added[i].special}
+        added = tokens.by_id()
+        special = {i: token for i, token in added.items() if token.special}
         self.special_tokens = {token.content: i for i, token in special.items()}
         self.prefix = _prefix(tokenizer)
         self.bos = self._find_bos(ids)
@@ -86,7 +78,7 @@ class HuggingFaceTokenizer(Tokenizer):
         self._parts = None
         if depends_on_neighbours(json.loads(content), added.values()):
             self._parts = PlaceholderEncoder(package, tokenizer, special)
-            self.parts_fingerprint = content_fingerprint("placeholders", repr(sorted(added.items())).encode())
+            self.parts_fingerprint = content_fingerprint("placeholders", repr([*added.items()]).encode())
 
     @classmethod
     def load(cls, path: Path) -> "HuggingFaceTokenizer":

@@ -8,27 +8,18 @@ be separate words (`single_word`), tokens that are matched in normalized text (`
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from types import ModuleType
 from typing import Any
 
-FLAGS = ("lstrip", "rstrip", "normalized", "single_word")
+_FLAGS = ("lstrip", "rstrip", "normalized", "single_word")
 """Properties of an added token that make its recognition depend on the text around it."""
-_COMBINATIONS = tuple(itertools.product((False, True), repeat=len(FLAGS)))
-# Noncharacters, a plane of private-use characters, and letters of Lisu, which every normalizer keeps.
-_BLOCKS = (0xFDD0, *range(0xF0000, 0xFFFD0, len(_COMBINATIONS)), 0xA4D0)
+_SIZE = 2 ** len(_FLAGS)
+"""Number of placeholders: one for all special tokens with the same flags."""
+# First characters of blocks of placeholders: noncharacters, a plane of private-use characters, and letters of Lisu, which every
+# normalizer keeps.
+_BLOCKS = (0xFDD0, *range(0xF0000, 0xFFFD0, _SIZE), 0xA4D0)
 _NEUTRAL = "\ue000"  # a character of no vocabulary, which therefore never merges with adjacent text
-
-
-@dataclass(frozen=True)
-class _Copy:
-    tokenizer: Any
-    marks: Mapping[tuple[bool, ...], str]
-    """Values of FLAGS -> placeholder of special tokens with these flags."""
-    mark_ids: frozenset[int]
-    original_ids: Mapping[int, int]
-    """The copy's id of each added token that is not special -> its id in the original."""
 
 
 class PlaceholderEncoder:
@@ -42,6 +33,11 @@ class PlaceholderEncoder:
             special: id -> tokenizers.AddedToken of its special tokens. Any other id is that of a special token without flags.
         """
         self._package, self._tokenizer, self._special = package, tokenizer, special
+        self._blocks = _BLOCKS
+        if tokenizer.normalizer is not None and any(token.normalized for token in special.values()):
+            # A normalizer may remove characters of the first kinds. One block of the plane is enough.
+            kept = [first for first in _BLOCKS[:2] if chr(first) in tokenizer.normalizer.normalize_str(chr(first))]
+            self._blocks = (*kept, _BLOCKS[-1])
         self._copy = lru_cache(maxsize=4)(self._make_copy)
 
     def encode(self, parts: Sequence[str | int], before: Sequence[str | int]) -> list[int]:
@@ -66,57 +62,49 @@ class PlaceholderEncoder:
 
     def _encode(self, parts: Sequence[str | int]) -> list[int]:
         """Encode the parts as one text."""
-        copy = self._copy(self._unused_block(parts))
-        texts = [copy.marks[self._flags(part)] if isinstance(part, int) else part for part in parts]
-        encoding = copy.tokenizer.encode("".join(texts), add_special_tokens=False)
+        first = self._unused_block(parts)
+        copy, ids, placeholder_ids = self._copy(first)
+        texts = [self._placeholder(first, part) if isinstance(part, int) else part for part in parts]
+        encoding = copy.encode("".join(texts), add_special_tokens=False)
         found = [
             i
             for i, (token, text) in enumerate(zip(encoding.ids, encoding.tokens, strict=True))
-            if token in copy.mark_ids and any(mark in text for mark in copy.marks.values())
+            if token in placeholder_ids and any(first <= ord(character) < first + _SIZE for character in text)
         ]
         special = [part for part in parts if isinstance(part, int)]
         if len(found) < len(special):
-            return self._encode(self._with_names(parts, texts, [encoding.offsets[i] for i in found]))
-        tokens = [copy.original_ids.get(token, token) for token in encoding.ids]
+            # Special tokens that the package does not recognize beside their neighbours are text: their names.
+            recognized = [range(*encoding.offsets[i]) for i in found]
+            starts = itertools.accumulate(map(len, texts), initial=0)
+            return self._encode(
+                [
+                    part
+                    if isinstance(part, str) or any(start in r for r in recognized)
+                    else self._special[part].content
+                    for part, start in zip(parts, starts, strict=False)
+                ]
+            )
+        tokens = [ids.get(token, token) for token in encoding.ids]
         for i, token in zip(found, special, strict=True):
             tokens[i] = token
         return tokens
 
-    def _with_names(
-        self, parts: Sequence[str | int], texts: Sequence[str], found: Sequence[tuple[int, int]]
-    ) -> list[str | int]:
-        """Replace the special tokens that the package does not recognize beside their neighbours by their names, which are text.
-
-        Args:
-            parts: as in encode.
-            texts: the text or the placeholder of each part.
-            found: range (start, stop) of each recognized placeholder in the complete text.
-        """
-        starts = itertools.accumulate(map(len, texts), initial=0)
-        return [
-            part if isinstance(part, str) or any(a <= start < b for a, b in found) else self._special[part].content
-            for part, start in zip(parts, starts, strict=False)
-        ]
-
-    def _flags(self, token: int) -> tuple[bool, ...]:
-        if token not in self._special:
-            return (False,) * len(FLAGS)
-        return tuple(getattr(self._special[token], flag) for flag in FLAGS)
+    def _placeholder(self, first: int, token: int) -> str:
+        """Return the character of a block that stands for a special token."""
+        flags = [token in self._special and getattr(self._special[token], flag) for flag in _FLAGS]
+        return chr(first + sum(flag << bit for bit, flag in enumerate(flags)))
 
     def _unused_block(self, parts: Sequence[str | int]) -> int:
-        """Return the first block of characters that the text does not contain and that the normalizer keeps."""
-        size, normalizer = len(_COMBINATIONS), self._tokenizer.normalizer
-        used = {ord(c) // size * size for part in parts if isinstance(part, str) for c in part if not c.isascii()}
-        if normalizer is not None and any(token.normalized for token in self._special.values()):
-            used |= {first for first in _BLOCKS[:2] if chr(first) not in normalizer.normalize_str(chr(first))}
-            used |= set(_BLOCKS[1:-1]) if _BLOCKS[1] in used else set()
-        for first in _BLOCKS:
+        """Return the first character of the first block that the text does not contain."""
+        used = {ord(c) // _SIZE * _SIZE for part in parts if isinstance(part, str) for c in part if not c.isascii()}
+        for first in self._blocks:
             if first not in used:
                 return first
         raise ValueError("the text uses all characters that could stand for special tokens")
 
-    def _make_copy(self, first: int) -> _Copy:
-        """first: code point of the first placeholder."""
+    def _make_copy(self, first: int) -> tuple[Any, dict[int, int], frozenset[int]]:
+        """Return a copy of the tokenizer that recognizes a block of placeholders, its id of each other added token -> the id in
+        the original, and its ids of the placeholders."""
         original = self._tokenizer
         copy = self._package.Tokenizer(original.model)  # the vocabulary is shared
         if original.normalizer is not None:
@@ -126,14 +114,11 @@ class PlaceholderEncoder:
         plain = [t for i, t in sorted(original.get_added_tokens_decoder().items()) if i not in self._special]
         copy.add_tokens(plain)
         ids = {copy.token_to_id(token.content): original.token_to_id(token.content) for token in plain}
-        marks = {flags: chr(first + i) for i, flags in enumerate(_COMBINATIONS)}
-        copy.add_special_tokens(
-            [
-                self._package.AddedToken(mark, special=True, **dict(zip(FLAGS, flags, strict=True)))
-                for flags, mark in marks.items()
-            ]
-        )
-        return _Copy(copy, marks, frozenset(map(copy.token_to_id, marks.values())), ids)
+        placeholders = [chr(first + i) for i in range(_SIZE)]
+        for i, placeholder in enumerate(placeholders):
+            flags = {flag: bool(i >> bit & 1) for bit, flag in enumerate(_FLAGS)}
+            copy.add_special_tokens([self._package.AddedToken(placeholder, special=True, **flags)])
+        return copy, ids, frozenset(map(copy.token_to_id, placeholders))
 
 
 def depends_on_neighbours(tokenizer_json: Mapping[str, Any], added: Iterable[Any]) -> bool:
@@ -155,15 +140,11 @@ _LOCAL = ("NFC", "NFD", "NFKC", "NFKD", "Lowercase", "StripAccents", "Split", "D
 
 
 def _components(component: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
-    if component is None:
-        return []
-    if component.get("type") != "Sequence":
-        return [component]
-    return [
-        c
-        for member in component.get("normalizers") or component.get("pretokenizers") or ()
-        for c in _components(member)
-    ]
+    """Return the members of a normalizer or pre-tokenizer, which may be a sequence of sequences."""
+    if component is None or component.get("type") != "Sequence":
+        return [component] if component else []
+    members = component.get("normalizers") or component.get("pretokenizers") or ()
+    return [inner for member in members for inner in _components(member)]
 
 
 def _is_local(component: Mapping[str, Any]) -> bool:
@@ -172,9 +153,8 @@ def _is_local(component: Mapping[str, Any]) -> bool:
     if kind == "ByteLevel":
         return not component.get("add_prefix_space")
     if kind == "Metaspace":
-        return (
-            component.get("prepend_scheme", "always" if component.get("add_prefix_space", True) else "never") == "never"
-        )
+        default = "always" if component.get("add_prefix_space", True) else "never"
+        return component.get("prepend_scheme", default) == "never"
     if kind == "Replace":
         return len((component.get("pattern") or {}).get("String", "")) == 1
     return kind in _LOCAL
