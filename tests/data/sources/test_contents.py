@@ -89,9 +89,11 @@ def test_a_compressed_table_of_conversations_must_be_decompressed(tmp_path):
 
 def test_a_csv_file_that_is_named_is_one_bad_document(tmp_path):
     (tmp_path / "x.csv").write_text("text\na\nb\n")
-    assert messages(read("jsonl", tmp_path / "x.csv")) == [
-        f'{tmp_path}/x.csv: this is a table of comma-separated values, not JSON; dataset = "csv" reads such files'
-    ]
+    (tmp_path / "x.csv.gz").write_bytes(gzip.compress(b"text\na\nb\n"))
+    for file in (tmp_path / "x.csv", tmp_path / "x.csv.gz"):
+        assert messages(read("jsonl", file)) == [
+            f'{file}: this is a table of comma-separated values, not JSON; dataset = "csv" reads such files'
+        ]
 
 
 def test_a_spreadsheet_and_json_are_no_tables_of_values(tmp_path):

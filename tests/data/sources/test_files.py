@@ -281,6 +281,7 @@ CONVERT = "convert such files to JSON lines, for example with to_json of the pac
         ("jsonl", "x.parquet", 'its files: 1 .parquet; dataset = "parquet" reads such files'),
         ("parquet", "x.jsonl", 'its files: 1 .jsonl; dataset = "jsonl" reads such files'),
         ("text", "x.JSON", 'its files: 1 .json; dataset = "jsonl" reads such files'),
+        ("text", "x.jsonl.gz", 'its files: 1 .jsonl.gz; dataset = "jsonl" reads such files'),
         ("jsonl", "deep/x.csv", 'its files: 1 .csv; dataset = "csv" reads such files'),
         ("jsonl", "x.tar.gz", "its files: 1 .tar.gz; unpack such files"),
         ("jsonl", "x.jsonl.bz2", "its files: 1 .bz2; decompress such files, or let their names end in .gz or .zst"),

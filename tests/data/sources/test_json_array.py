@@ -121,6 +121,7 @@ def test_an_element_that_is_not_utf8_is_a_bad_document(tmp_path):
             '[{"text": "a"}]\n[{"text": "b"}]\n',
             "more text follows the array, which ends in line 1; a document of JSON lines must be an object",
         ),
+        ('[\n{"text": "a"},\n\n}', "element 2, in line 4, is followed by } instead of ]"),
         ("[INFO] a log\n", "more text follows the array, which ends in line 1"),
     ],
 )
@@ -177,3 +178,5 @@ def test_an_object_with_a_list_inside_is_a_bad_document_that_names_the_list(tmp_
         f"{file}:1: the line is not valid JSON: Expecting property name enclosed in double quotes (column 2); "
         f"a file must hold one complete object per line, or one array; {hint.format('')}"
     )
+    file.write_text(json.dumps({"info": {"authors": [{"name": "a"}]}, "data": [{"text": "a"}]}, indent=1))
+    assert messages(read("jsonl", file))[0].endswith(hint.format("")), "the list in an inner object is not meant"

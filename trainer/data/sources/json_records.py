@@ -20,7 +20,9 @@ from trainer.data.sources.text_field import extractor
 T = TypeVar("T")
 
 _CHUNK_BYTES = 2**20
-_FIRST_LIST = re.compile(r'"((?:[^"\\]|\\.)*)"\s*:\s*\[\s*[\[{]')
+_FIELD_WITH_LIST = re.compile(r'"((?:[^"\\]|\\.)*)"\s*:\s*\[\s*[\[{]')
+"""A field of an object that holds a list of objects or lists."""
+_LIST = re.compile(r'"((?:[^"\\]|\\.)*)"\s*:\s*\[\s*[\[{]')
 """The first field of an object that holds a list of objects or lists."""
 _LIST = "field {!r} holds {}; the file must hold this list only"
 
@@ -125,12 +127,14 @@ class JsonRecords:
         return ""
 
     def _list_hint(self, path: str) -> str:
-        """Return a hint about a list in the object at the start of a file that is no part of a document, or ""."""
+        """Return a hint about the first list in the object at the start of a file, if it is no part of a document, or ""."""
         text = _read_head(path).decode("utf-8-sig", "ignore")
-        found = _FIRST_LIST.search(text) if text.lstrip().startswith("{") else None
-        if found is None or found[1] in {*self._fields, *MESSAGE_LISTS}:
-            return ""
-        return f"; {_LIST.format(found[1], 'a list of records')}"
+        fields = _FIELD_WITH_LIST.finditer(text) if text.lstrip().startswith("{") else ()
+        # Inside the outermost object, one brace is open.
+        depths = ((field[1], text.count("{", 0, field.start()) - text.count("}", 0, field.start())) for field in fields)
+        name = next((name for name, depth in depths if depth == 1), "")
+        is_list = name and name not in {*self._fields, *MESSAGE_LISTS}
+        return f"; {_LIST.format(name, 'a list of records')}" if is_list else ""
 
 
 def _read_head(path: str) -> bytes:
