@@ -22,7 +22,7 @@ from trainer.parallel.attention import AttentionBackend, Mask
 from trainer.parallel.mesh import Meshes
 from trainer.run.resolve import resolve
 from trainer.tools.planner.patches import FAKE_GPU_KERNELS, skip_shape_negotiation
-from trainer.tools.testing.layouts import Layout, flags, load_layout, num_ranks
+from trainer.tools.testing.layouts import Layout, batch_settings, flags, load_layout, num_ranks
 
 FAKE_GPU = torch.device("meta")
 
@@ -137,9 +137,13 @@ def prepare_process() -> None:
 
 
 def run_step(argv: list[str], layout: str) -> str:
-    """Run two steps of rank 0 in this process. Return the type of the device of their outcome."""
+    """Run two steps of rank 0 in this process, each of two microbatches or of as few as a pipeline needs. Return the type of the
+    device of their outcome."""
     prepare_process()
-    config = load_layout([*argv, *flags(Layout.parse(layout).settings)])
+    settings = Layout.parse(layout).settings
+    config = load_layout([*argv, *flags(settings)])
+    batch, _ = batch_settings(config, factor=1 if config.parallel.pp > 1 else 2)
+    config = load_layout([*argv, *flags(settings | batch)])
     ranks = num_ranks(config.parallel)
     resolved = resolve(config, ranks)
     dist.destroy_process_group()  # gloo, which a LocalRank has

@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
@@ -74,9 +75,21 @@ def checkpoint_of(run: Path) -> Path:
     return max((run / "checkpoints").iterdir())
 
 
+@contextmanager
+def without_code_generation() -> Iterator[None]:
+    """Compile blocks to the graphs that the compiler gets, without generating code for them. Code takes most of the time."""
+    with mock.patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")):
+        yield
+
+
+def _train_for_parity(argv: Sequence[str]) -> Any:
+    with without_code_generation():
+        return parity.train(argv)
+
+
 def measured(ranks: Callable[[int], LocalRanks], size: int, argv: Sequence[str], folder: Path) -> Trained:
     """Train as scripts/parity.py does, on `size` ranks."""
-    parts = ranks(size).run(parity.train, combine([*argv, *in_folder(folder)]))
+    parts = ranks(size).run(_train_for_parity, combine([*argv, *in_folder(folder)]))
     return Trained.of_ranks(records(folder), parts)
 
 

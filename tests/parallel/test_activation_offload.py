@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 
-from tests.training_runs import Result, train
+from tests.training_runs import Result, train, without_code_generation
 from trainer.parallel.activation_offload import InputOffloader
 from trainer.runtime.host_memory import HostTransfer
 
@@ -59,7 +59,8 @@ def train_and_count(argv) -> tuple[Result, int]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(HostTransfer, "host_like", recording_host_like)
         patch.setattr(HostTransfer, "copy", recording_copy)
-        result = train(argv)
+        with without_code_generation():
+            result = train(argv)
     assert len(set(shapes)) <= 1
     return result, len(shapes)
 

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from functools import partial
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from models.llama import LlamaSizes, llama
 from tests.parallel.tiny_models import CPU, inputs, reference
+from tests.training_runs import without_code_generation
 from trainer.adapters.apply import apply_lora
 from trainer.adapters.nf4 import quantized_weights
 from trainer.adapters.select import LORA_B, select_parameters, select_quantized
@@ -50,8 +50,7 @@ def gradients(mode, compiled, base_dtype):
         CPU_BACKEND,
         adapt,
     )
-    # Without code generation, which takes long and is not tested here.
-    with patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")):
+    with without_code_generation():
         (part,) = parallelize(lambda: llama(SIZES), plan, stages, meshes, *settings).values()
     allocate(part, CPU)
     initialize(part, seed=0, lora=LORA)

@@ -1,8 +1,5 @@
 """Compiled blocks: recomputed gathers, one shared graph, unchanged parameter names."""
 
-from functools import partial
-from unittest.mock import patch
-
 import pytest
 import torch
 from torch._dynamo.utils import counters
@@ -13,6 +10,7 @@ from models.llama import LlamaSizes
 from models.moe import MixtureOfExperts
 from models.spec import meta_model
 from tests.parallel.tiny_models import CPU, build_model, inputs, reference
+from tests.training_runs import without_code_generation
 from trainer.adapters.apply import apply_lora
 from trainer.adapters.select import LORA_B, select_parameters
 from trainer.base.config import ActivationCheckpointConfig, ExpertsConfig, LoraConfig, ParallelConfig
@@ -102,7 +100,7 @@ def step_of_experts(mode, compiled, lora=LoraConfig()):  # noqa: B008  (frozen)
     """Return gradients and statistics of a step, and the number of graphs."""
     torch._dynamo.reset()
     counters.clear()
-    with patch("torch.compile", partial(torch.compile, backend="aot_eager")):  # graphs as the compiler gets them
+    with without_code_generation():
         model, sizes, meshes = model_with_experts(mode, compiled, lora=lora)
         allocate(model, CPU)
         initialize(model, seed=0, lora=lora)

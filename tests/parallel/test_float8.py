@@ -2,7 +2,6 @@
 
 import math
 from contextlib import nullcontext
-from functools import partial
 from shutil import which
 from types import SimpleNamespace
 from unittest import mock
@@ -17,6 +16,7 @@ from models import MODELS
 from models.llama import LlamaSizes, llama
 from models.spec import meta_model
 from tests.parallel.tiny_models import build_model, inputs
+from tests.training_runs import without_code_generation
 from trainer.adapters.apply import apply_lora
 from trainer.adapters.select import select_parameters
 from trainer.base.config import (
@@ -198,7 +198,7 @@ def step(mode, compiled, by_row):
     torch._dynamo.reset()
     counters.clear()
     checkpointing = ActivationCheckpointConfig(mode=mode)
-    with mock.patch("torch.compile", partial(torch.compile, backend="aot_eager")):  # graphs as the compiler gets them
+    with without_code_generation():
         settings = {"checkpointing": checkpointing, "compiled": compiled, "dtype": "bf16"}
         model = build_model(SIZES, ParallelConfig(), **settings, float8=Float8(ALL, by_row))
         parameters = dict(model.named_parameters())  # forward replaces them by copies in bf16

@@ -3,7 +3,6 @@
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from models import MODELS
 from models.context import Context
 from models.spec import meta_model
 from tests.parallel.tiny_models import CPU
-from tests.training_runs import full
+from tests.training_runs import full, without_code_generation
 from trainer.adapters.apply import apply_lora
 from trainer.adapters.nf4 import quantized_weights, round_trip
 from trainer.adapters.select import LORA_B, select_parameters, select_quantized
@@ -118,7 +117,7 @@ def deviation_of_sharded_gradients(family, base_dtype, compiled):
     storage = ParameterStorage(dtype="fp32", quantized=names, is_double=base_dtype == "nf4_double")
     adapt = partial(apply_lora, blocks=plan.blocks_path, trained=trained, config=LORA, seed=0)
     settings = (parallel, ActivationCheckpointConfig(), compiled, storage, 16, False, CPU_BACKEND, adapt)
-    with patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")):  # without code generation
+    with without_code_generation():
         (sharded,) = parallelize(lambda: spec.model(sizes), plan, [Stage(0, 1, range(2))], meshes, *settings).values()
     allocate(sharded, CPU)
     complete = dict(reference.state_dict())
