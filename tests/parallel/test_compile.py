@@ -57,7 +57,8 @@ def gathers(recompute):
 
 
 def gathers_of_both():
-    return gathers(False), gathers(True)
+    with without_code_generation():
+        return gathers(False), gathers(True)
 
 
 def test_compiled_blocks_share_a_graph_and_recompute_gathers_as_configured(ranks):
