@@ -631,13 +631,11 @@ def test_a_broken_row_is_one_line(row):
         pytest.skip("torch cannot run this schedule, which is another row")
     with pytest.raises(ConfigError) as error:
         config = load_config(case.argv.split(), check_files=())
-        try:
+        with config.explained_errors():
             if case.facts:
                 check(config, case.facts)
             elif case.ranks:
                 resolve(config, case.ranks)
-        except ConfigError as problem:
-            raise ConfigError("", config.explain(problem)) from None
     assert str(error.value) == case.line
     assert next(other for other in rows() if str(other) == row).rule in case.line
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer.data.chat.columns import missing_field
-from trainer.data.chat.fields import MalformedConversation, is_absent, unused_fields
+from trainer.data.chat.fields import LISTS, MalformedConversation, is_absent, unused_fields
 from trainer.data.chat.messages import is_trained, message_list
 from trainer.data.json_text import has_lone_surrogate
 
@@ -49,9 +49,8 @@ PAIRS = {
     "conversations, chosen and rejected": ChatLayout(("conversations",), _PAIR, may_repeat="messages"),
     "chosen and rejected": ChatLayout((), _PAIR, may_repeat="messages"),
 }
-_LISTS = ("messages", "conversations")
-"""Fields that hold messages only. Those below hold texts only; all others hold either."""
 _TEXTS = ("instruction", "input", "output", "question", "answer")
+"""Fields that hold texts only. Those of LISTS hold messages only; all others hold either."""
 _BESIDE_TEXT = ("weight", "train")
 """Fields beside plain texts, which read_document reads. Those below may stand beside messages (conversations.py)."""
 _BESIDE_MESSAGES = (*_BESIDE_TEXT, "tools", "functions", "system", "chat_template_kwargs")
@@ -176,7 +175,7 @@ def _value(document: Document, name: str) -> Any:
         raise MalformedConversation(f"the document's field {name} is not text")
     if name in _PAIR and isinstance(value, Mapping):
         value = [value]
-    return message_list(value, name) if name in _LISTS or isinstance(value, list) else value
+    return message_list(value, name) if name in LISTS or isinstance(value, list) else value
 
 
 def _pair(document: Document, prompt: Any, chosen: Any, rejected: Any, is_plain: bool) -> tuple[Any, Any, Any]:

@@ -30,6 +30,10 @@ _CONSEQUENTIAL = frozenset(
 )
 
 
+LISTS = ("messages", "conversations")
+"""Fields of a document that hold messages only. The others of MESSAGE_LISTS may hold plain text."""
+
+
 class MalformedConversation(Exception):
     """Error whose message states in one line why a document is not a conversation."""
 
@@ -93,7 +97,7 @@ def with_changed_fields(document: Any, of_document: Change, of_message: Change |
     document, names = of_document(document)
     for field in MESSAGE_LISTS if of_message else ():
         messages = document.get(field)
-        if isinstance(messages, str) and field in ("messages", "conversations"):  # the others may be plain text
+        if isinstance(messages, str) and field in LISTS:
             with suppress(ValueError, RecursionError):
                 messages = json.loads(messages)
         if isinstance(messages, list):

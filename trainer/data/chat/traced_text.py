@@ -16,8 +16,6 @@ TEMPLATE, UNKNOWN = "tu"
 """Origins of a character, each one character: the template, and an untraced operation."""
 _FIRST_DATA = 0x100
 _SURROGATES = range(0xD800, 0xE000)
-MAX_DATA = 1_000_000
-"""Maximum number of strings in the data of one conversation."""
 
 
 def data_origin(index: int) -> str:

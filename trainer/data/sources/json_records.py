@@ -22,8 +22,6 @@ T = TypeVar("T")
 _CHUNK_BYTES = 2**20
 _FIELD_WITH_LIST = re.compile(r'"((?:[^"\\]|\\.)*)"\s*:\s*\[\s*[\[{]')
 """A field of an object that holds a list of objects or lists."""
-_LIST = re.compile(r'"((?:[^"\\]|\\.)*)"\s*:\s*\[\s*[\[{]')
-"""The first field of an object that holds a list of objects or lists."""
 _LIST = "field {!r} holds {}; the file must hold this list only"
 
 

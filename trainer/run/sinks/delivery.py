@@ -117,8 +117,7 @@ class Delivery:
     def write(self, record: dict[str, Any]) -> None:
         """Wake the thread, which reads the record from metrics.jsonl.
 
-        The first record starts it. If it started earlier, the first batch would fork data workers while the thread imports a
-        package, and locks that are held during a fork stay locked in the child.
+        The first record starts it, so that a run without steps left imports no package of a service and opens no history.
         """
         self.work.set()
         if self.thread.ident is None:
