@@ -105,6 +105,11 @@ class Decoder(nn.Module):
     def plan(self) -> ParallelPlan:
         """See models.spec.Model."""
         tied = self.output.weight is self.tok_embeddings.weight
+        divisible = ["n_heads", "n_kv_heads"]
+        if any(isinstance(layer.feed_forward, FeedForward) for layer in self.layers.values()):
+            divisible.append("hidden_dim")
+        if any(m.shared is not None for m in self.modules() if isinstance(m, MixtureOfExperts)):
+            divisible.append("shared_dim")
         return ParallelPlan(
             blocks_path="layers",
             pre_blocks=("tok_embeddings",),
@@ -113,9 +118,7 @@ class Decoder(nn.Module):
             fsdp_units=(("tok_embeddings", "norm", "output"),) if tied else (("tok_embeddings",), ("norm", "output")),
             tied=tied,
             tensor=self.TENSOR,
-            tp_divisible=("n_heads", "n_kv_heads")
-            + ("hidden_dim",) * any(isinstance(layer.feed_forward, FeedForward) for layer in self.layers.values())
-            + ("shared_dim",) * any(m.shared is not None for m in self.modules() if isinstance(m, MixtureOfExperts)),
+            tp_divisible=tuple(divisible),
             has_experts=any(isinstance(m, MixtureOfExperts) for m in self.modules()),
             attention="attention.core",
             masks="masks",

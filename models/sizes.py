@@ -187,7 +187,7 @@ class DecoderSizes(Sizes):
                 f"the number of rotated dims of a head, {rotated}, must be even, and from 2 to head_dim {self.head_dim}"
             )
             raise SizeError(message, "head_dim", "partial_rotary_factor")
-        for name in ("rope_short_factors", "rope_long_factors") * (self.rope_type == "longrope"):
+        for name in ("rope_short_factors", "rope_long_factors") if self.rope_type == "longrope" else ():
             if len(getattr(self, name)) != rotated // 2:
                 message = f"{name} must have {rotated // 2} values, one for each pair of rotated dims"
                 raise SizeError(message, name, "rope_type", "head_dim", "partial_rotary_factor")

@@ -178,22 +178,27 @@ def is_text(node: ast.AST) -> bool:
     return isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str))
 
 
-def is_count(factor: ast.AST, text: ast.AST) -> bool:
-    """Return whether a factor of a text is a number, not a flag: it is written out or contains a length. Otherwise the text must
-    be one character, such as that of a line, and the factor must not look like a condition."""
-    called = [getattr(n.func, "id", "") for n in ast.walk(factor) if isinstance(n, ast.Call)]
+def is_condition(factor: ast.AST) -> bool:
+    """Return whether a factor looks like a flag."""
     name = getattr(factor.func if isinstance(factor, ast.Call) else factor, "attr", "") or ast.unparse(factor)
-    is_condition = isinstance(factor, ast.Compare | ast.BoolOp) or re.match(
-        r"(is_|has_|not |bool\(|any\(|all\(|isinstance\(|startswith|endswith)", name
-    )
-    is_character = isinstance(text, ast.Constant) and len(text.value) == 1
-    return not is_condition and (isinstance(factor, ast.Constant) or "len" in called or is_character)
+    flags = r"(is_|has_|not |bool\(|any\(|all\(|isinstance\(|startswith|endswith)"
+    return isinstance(factor, ast.Compare | ast.BoolOp) or re.match(flags, name) is not None
 
 
-def texts_times_flags(tree: ast.AST) -> list[str]:
+def is_count(factor: ast.AST, sequence: ast.AST) -> bool:
+    """Return whether a factor of a text, a list or a tuple is a number, not a flag. That of a text is written out or contains a
+    length, unless the text is one character, such as that of a line."""
+    called = [getattr(n.func, "id", "") for n in ast.walk(factor) if isinstance(n, ast.Call)]
+    is_character = isinstance(sequence, ast.Constant) and len(sequence.value) == 1
+    is_number = isinstance(factor, ast.Constant) or "len" in called or is_character or not is_text(sequence)
+    return not is_condition(factor) and is_number
+
+
+def sequences_times_flags(tree: ast.AST) -> list[str]:
     products = [n for n in ast.walk(tree) if isinstance(n, ast.BinOp) and isinstance(n.op, ast.Mult)]
-    pairs = [(n, a, b) for n in products for a, b in ((n.left, n.right), (n.right, n.left)) if is_text(a)]
-    return [ast.unparse(product) for product, text, factor in pairs if not is_count(factor, text)]
+    pairs = [(n, a, b) for n in products for a, b in ((n.left, n.right), (n.right, n.left))]
+    found = [(n, a, b) for n, a, b in pairs if is_text(a) or isinstance(a, ast.List | ast.Tuple)]
+    return [ast.unparse(product) for product, sequence, factor in found if not is_count(factor, sequence)]
 
 
 @pytest.mark.parametrize(
@@ -212,13 +217,17 @@ def texts_times_flags(tree: ast.AST) -> list[str]:
         ('8 * "[0-9a-f]"', False),
         ('"|---" * (len(columns) + 1)', False),
         ("3 * width", False),
+        ('["x"] * bool(names)', True),
+        ('("x", "y") * (kind == "z")', True),
+        ("[None] * len(names)", False),
+        ("[0.0] * num_ranks", False),
     ],
 )
-def test_the_rule_about_texts_finds_flags_and_no_counts(code, is_found):
-    assert bool(texts_times_flags(ast.parse(code))) == is_found
+def test_the_rule_about_sequences_finds_flags_and_no_counts(code, is_found):
+    assert bool(sequences_times_flags(ast.parse(code))) == is_found
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=name_of)
-def test_a_text_that_depends_on_a_condition_is_a_conditional_expression(path):
+def test_a_text_or_a_list_that_depends_on_a_condition_is_a_conditional_expression(path):
     """`"text" * flag` is shorter by three words, and every reader stops."""
-    assert texts_times_flags(ast.parse(path.read_text())) == []
+    assert sequences_times_flags(ast.parse(path.read_text())) == []

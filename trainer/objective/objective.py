@@ -51,7 +51,7 @@ def require_complete(objective: Objective) -> None:
     missing = [key for key in ("unit", "metrics", "shape", "head", "count") if not hasattr(objective, key)]
     if missing:
         raise TypeError(f"the objective {name} lacks {', '.join(missing)}; see Objective in {__name__}")
-    shapes = [(1 + len(objective.metrics),)] + [()] * (not objective.metrics)
+    shapes = [(1 + len(objective.metrics),)] if objective.metrics else [(1,), ()]
     if tuple(objective.shape) not in shapes:
         message = (
             f"shape is {tuple(objective.shape)}, expected {shapes[0]}: the loss and {len(objective.metrics)} metrics"

@@ -156,7 +156,9 @@ class _PassThrough(nn.Module):
 
 def prune_to_stage(model: nn.Module, plan: ParallelPlan, stage: Stage) -> None:
     """Remove the modules of other stages, in place. Remaining parameters keep their names."""
-    for name in plan.pre_blocks * (not stage.is_first) + plan.post_blocks * (not stage.is_last):
+    before = () if stage.is_first else plan.pre_blocks
+    after = () if stage.is_last else plan.post_blocks
+    for name in before + after:
         model.set_submodule(name, _PassThrough())
     blocks = model.get_submodule(plan.blocks_path)
     for name, _ in list(blocks.named_children()):

@@ -170,8 +170,8 @@ def _check_stages(config: Config, plan: ParallelPlan, stages: list[Stage], train
     for rank in range(config.parallel.pp if config.lora.rank else 0):
         own = stages_of_rank(stages, rank, config.parallel)
         modules = [f"{plan.blocks_path}.{i}" for stage in own for i in stage.blocks]
-        modules += plan.pre_blocks * any(stage.is_first for stage in own)
-        modules += plan.post_blocks * any(stage.is_last for stage in own)
+        modules += plan.pre_blocks if any(stage.is_first for stage in own) else ()
+        modules += plan.post_blocks if any(stage.is_last for stage in own) else ()
         if not any(name.startswith(f"{module}.") for name in trained.names for module in modules):
             message = f"rank {rank} of the pipeline ({', '.join(modules)}) would have no trained parameter"
             raise ConfigError("lora.targets", message)

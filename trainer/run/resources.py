@@ -87,7 +87,8 @@ def minimum_memory(config: Config, resolved: ResolvedRun, own: OwnParameters) ->
     if resolved.grad_accum > 1 and not config.training.reduce_every_microbatch:
         # FSDP accumulates gradients that are neither reduced nor sharded. Without FSDP, the sum of more than two is fp32.
         sharded = shards_parameters(resolved.dims, resolved.plan, parallel)
-        width = DTYPES[parallel.reduce_dtype].itemsize if sharded else 4 * (resolved.grad_accum > 2)
+        unsharded_width = 4 if resolved.grad_accum > 2 else 0
+        width = DTYPES[parallel.reduce_dtype].itemsize if sharded else unsharded_width
         accumulated = ((count - own.experts) * dims.fsdp + own.experts * dims.efsdp) * width
     if parallel.cpu_offload:
         return accumulated, frozen + int(count * 2 * parameter + own.state_bytes)

@@ -11,7 +11,8 @@ _SHOWN_NAMES, _SHOWN_CHARACTERS = 8, 40
 def listed(names: Sequence[str]) -> str:
     """Return the first names, separated by commas, without the end of long ones, or "none"."""
     shown = [n if len(n) <= _SHOWN_CHARACTERS else f"{n[: _SHOWN_CHARACTERS - 3]}..." for n in names[:_SHOWN_NAMES]]
-    return ", ".join(shown + ["..."] * (len(names) > _SHOWN_NAMES)) or "none"
+    more = ["..."] if len(names) > _SHOWN_NAMES else []
+    return ", ".join(shown + more) or "none"
 
 
 def counted(number: float, noun: str, form: str = "", plural: str = "") -> str:

@@ -372,7 +372,8 @@ class ChatFormat:
         reason = f"the template writes {', '.join(names)}, which the tokenizer does not have"
         ways = []
         if own := own_template(self.tokenizer.files):
-            ways = ["set data.chat_template to the tokenizer's folder, which has a template"] * (own != self.template)
+            if own != self.template:
+                ways = ["set data.chat_template to the tokenizer's folder, which has a template"]
         elif usable := usable_templates(self._special):
             ways = [f"set data.chat_template to one whose special tokens it has ({', '.join(usable)})"]
         elif self.tokenizer.bos is not None:

@@ -247,7 +247,8 @@ def unused_fields(folder: Path, data: DataConfig) -> list[str]:
     ]
     absent = [name for ours, name in data.columns.items() if counts.get(f"{COLUMNS}{ours}") == documents]
     for setting, fields in (("data.ignored_fields", missing), ("data.columns", absent)):
-        lines += [f"no document has these fields of {setting}: {', '.join(fields)}"] * bool(fields)
+        if fields:
+            lines.append(f"no document has these fields of {setting}: {', '.join(fields)}")
     return lines
 
 

@@ -138,7 +138,7 @@ def deviations(reference: Trained, run: Trained) -> dict[str, float]:
     """Return the largest relative deviations of loss (and z-loss, if the run has one) and gradient norm over all steps, and of a
     parameter's gradient; NaN if a value is NaN."""
     assert [r["step"] for r in reference.records] == [r["step"] for r in run.records]
-    metrics = ["loss", "grad_norm"] + ["z_loss"] * ("z_loss" in run.records[0])
+    metrics = ["loss", "grad_norm", *(["z_loss"] if "z_loss" in run.records[0] else [])]
     a, b = (np.array([[record[name] for name in metrics] for record in r.records]) for r in (reference, run))
     loss, grad_norm, *z_loss = (abs(a - b) / abs(a)).max(axis=0)
     gradient = gradient_deviations(reference, run)[0].deviation
