@@ -20,6 +20,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from models import MODELS
+from models.huggingface_config import write_config
+from models.huggingface_tensors import join_tensors
 from models.llama import LlamaSizes
 from scripts.dev import plain_loop
 from scripts.dev.kernels import KernelRecorder
@@ -193,11 +195,11 @@ def accelerate(task: Task, pacer: Pacer) -> None:
 def transformers(task: Task, pacer: Pacer) -> None:
     hf = require_package("transformers", "")
     spec = MODELS["llama3"].huggingface
-    config = hf.LlamaConfig(**spec.config(task.sizes, task.seq))
+    config = hf.LlamaConfig(**write_config(spec, task.sizes, task.seq))
     config.use_cache = False
     model = hf.LlamaForCausalLM(config)
     parameters = {name: p.detach() for name, p in _model(task, torch.device("cpu")).named_parameters()}
-    model.load_state_dict(spec.join(parameters, task.sizes.head_dim), strict=False)
+    model.load_state_dict(join_tensors(spec, parameters, task.sizes.head_dim), strict=False)
     del parameters
     rows = [row for batch in task.rows() for row in batch]
 

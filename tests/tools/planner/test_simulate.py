@@ -270,7 +270,9 @@ def test_host_transfers_and_host_computation_are_counted():
 def test_an_update_in_backward_never_holds_all_gradients():
     common = [*IN_BACKWARD, "--training.global_batch_size", "2", "--activation_checkpoint.mode", "full"]
     common += ["--training.loss_chunk_tokens", "32"]
-    after, within = (planned(1, *common, *flags)[0] for flags in ([], ["--optimizer.in_backward", "true"]))
+    after, within = (
+        planned(1, *common, *flags, model=FOUR_BLOCKS)[0] for flags in ([], ["--optimizer.in_backward", "true"])
+    )
     assert max(after.timeline["gradients"]) == after.by_category["parameters"]
     assert within.peak < after.peak - 0.5 * after.by_category["parameters"]
 
