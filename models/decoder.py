@@ -16,7 +16,7 @@ from models.components import Attention, CausalMask, FeedForward, Norm, OffsetRM
 from models.context import Context
 from models.moe import MixtureOfExperts
 from models.sizes import Sizes
-from models.spec import Head, LayerKind, ParallelPlan, is_bias, multiply_adds
+from models.spec import Head, LayerKind, Structure, is_bias, multiply_adds
 
 
 class Decoder(nn.Module):
@@ -102,7 +102,7 @@ class Decoder(nn.Module):
         attention = self.sizes.n_heads * sum(self.sizes.head_widths) * pairs // seq_len
         return 3 * 2 * (linear + attention)
 
-    def plan(self) -> ParallelPlan:
+    def structure(self) -> Structure:
         """See models.spec.Model."""
         tied = self.output.weight is self.tok_embeddings.weight
         divisible = ["n_heads", "n_kv_heads"]
@@ -110,7 +110,7 @@ class Decoder(nn.Module):
             divisible.append("hidden_dim")
         if any(m.shared is not None for m in self.modules() if isinstance(m, MixtureOfExperts)):
             divisible.append("shared_dim")
-        return ParallelPlan(
+        return Structure(
             blocks_path="layers",
             pre_blocks=("tok_embeddings",),
             post_blocks=("norm", "output"),

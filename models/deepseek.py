@@ -201,7 +201,7 @@ _SIZES = {
 }  # fmt: skip
 DEEPSEEK_V3 = ModelSpec(
     model=deepseek,
-    sizes=_SIZES,
+    by_size=_SIZES,
     huggingface=HuggingFace(
         model_type="deepseek_v3",
         architecture="DeepseekV3ForCausalLM",

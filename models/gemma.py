@@ -161,7 +161,7 @@ _GEMMA2_SIZES = {
 }  # fmt: skip
 GEMMA2 = ModelSpec(
     model=gemma2,
-    sizes=_GEMMA2_SIZES,
+    by_size=_GEMMA2_SIZES,
     huggingface=_huggingface(
         model_type="gemma2",
         architecture="Gemma2ForCausalLM",
@@ -201,7 +201,7 @@ _GEMMA3_SIZES = {
 }  # fmt: skip
 GEMMA3 = ModelSpec(
     model=gemma3,
-    sizes=_GEMMA3_SIZES,
+    by_size=_GEMMA3_SIZES,
     huggingface=_huggingface(
         model_type="gemma3_text",
         architecture="Gemma3ForCausalLM",

@@ -108,7 +108,7 @@ _gpt_oss = partial(
 )
 GPT_OSS = ModelSpec(
     model=gpt_oss,
-    sizes={
+    by_size={
         "debug": GptOssSizes(
             **DEBUG | DEBUG_EXPERTS | _YARN | {"rope_factor": 4.0, "rope_original_seq_len": 32},
             **{"window": 40, "layer_types": ("sliding", "full")},

@@ -76,7 +76,7 @@ _8B = {
 }
 GRANITE3 = ModelSpec(
     model=granite,
-    sizes={
+    by_size={
         "debug": _granite(**DEBUG_DERIVED, attention_multiplier=1 / 16, logits_scaling=4.0),
         "3.0-2b": _granite(**_2B),
         "3.0-8b": _granite(**_8B),

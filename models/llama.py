@@ -56,7 +56,7 @@ _HUGGINGFACE = HuggingFace(
 _llama2 = partial(LlamaSizes, vocab_size=32000, rope_theta=10_000.0)
 LLAMA2 = ModelSpec(
     model=llama,
-    sizes={
+    by_size={
         "7b": _llama2(dim=4096, n_layers=32, n_heads=32, n_kv_heads=32, hidden_dim=11008),
         "13b": _llama2(dim=5120, n_layers=40, n_heads=40, n_kv_heads=40, hidden_dim=13824),
         "70b": _llama2(dim=8192, n_layers=80, n_heads=64, n_kv_heads=8, hidden_dim=28672),
@@ -67,7 +67,7 @@ LLAMA2 = ModelSpec(
 _llama3 = partial(LlamaSizes, vocab_size=128256)
 LLAMA3 = ModelSpec(
     model=llama,
-    sizes={
+    by_size={
         # Small enough for a laptop, and divisible by every layout on eight ranks. The shipped tokenizer has 2048 tokens.
         "debug": LlamaSizes(dim=128, n_layers=8, n_heads=8, n_kv_heads=4, hidden_dim=352, vocab_size=2048),
         "8b": _llama3(dim=4096, n_layers=32, n_heads=32, n_kv_heads=8, hidden_dim=14336),
@@ -77,7 +77,7 @@ LLAMA3 = ModelSpec(
 )
 LLAMA3_1 = ModelSpec(
     model=llama,
-    sizes={
+    by_size={
         "8b": _llama3(dim=4096, n_layers=32, n_heads=32, n_kv_heads=8, hidden_dim=14336, rope_factor=8.0),
         "70b": _llama3(dim=8192, n_layers=80, n_heads=64, n_kv_heads=8, hidden_dim=28672, rope_factor=8.0),
         "405b": _llama3(dim=16384, n_layers=126, n_heads=128, n_kv_heads=8, hidden_dim=53248, rope_factor=8.0),
@@ -88,7 +88,7 @@ LLAMA3_1 = ModelSpec(
 _llama3_2 = partial(LlamaSizes, vocab_size=128256, rope_factor=32.0, tied_embeddings=True)
 LLAMA3_2 = ModelSpec(
     model=llama,
-    sizes={
+    by_size={
         "1b": _llama3_2(dim=2048, n_layers=16, n_heads=32, n_kv_heads=8, hidden_dim=8192),
         "3b": _llama3_2(dim=3072, n_layers=28, n_heads=24, n_kv_heads=8, hidden_dim=8192),
     },

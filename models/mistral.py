@@ -23,7 +23,7 @@ _22B = {"dim": 6144, "n_layers": 56, "n_heads": 48, "n_kv_heads": 8, "head_dim":
 _24B = {"dim": 5120, "n_layers": 40, "n_heads": 32, "n_kv_heads": 8, "head_dim": 128, "hidden_dim": 32768}
 MISTRAL = ModelSpec(
     model=pre_norm_decoder,
-    sizes={
+    by_size={
         "debug": WindowedSizes(**DEBUG, window=40),
         "7b-v0.1": WindowedSizes(**_7B, vocab_size=32000, window=4096),
         "7b-v0.2": WindowedSizes(**_7B, vocab_size=32000, rope_theta=1e6),
@@ -98,7 +98,7 @@ _YARN = dict(rope_type="yarn", rope_factor=16.0, rope_original_seq_len=16384, ro
 _ministral3 = partial(Ministral3Sizes, head_dim=128, vocab_size=131072, **_YARN)
 MINISTRAL3 = ModelSpec(
     model=ministral3,
-    sizes={
+    by_size={
         "debug": Ministral3Sizes(**DEBUG, **_YARN | {"rope_factor": 4.0, "rope_original_seq_len": 32}),
         "3b": _ministral3(
             **{"dim": 3072, "n_layers": 26, "n_heads": 32, "n_kv_heads": 8, "hidden_dim": 9216},

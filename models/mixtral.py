@@ -25,7 +25,7 @@ _mixtral = partial(
 )
 MIXTRAL = ModelSpec(
     model=mixtral,
-    sizes={
+    by_size={
         "debug": MixtralSizes(**DEBUG | DEBUG_EXPERTS),
         "8x7b": _mixtral(dim=4096, n_layers=32, hidden_dim=14336, vocab_size=32000),
         "8x22b": _mixtral(dim=6144, n_layers=56, n_heads=48, hidden_dim=16384, vocab_size=32768),

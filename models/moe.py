@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from models.components import FeedForward
 from models.context import Context
-from models.grouped import grouped_product, permute
+from models.row_groups import grouped_product, permute
 from models.sizes import GroupedMixtureSizes, MixtureSizes
 
 

@@ -83,7 +83,7 @@ _huggingface = partial(
 _olmo2 = partial(Olmo2Sizes, head_dim=128, vocab_size=100352)
 OLMO2 = ModelSpec(
     model=olmo,
-    sizes={
+    by_size={
         "debug": Olmo2Sizes(**DEBUG_DERIVED),
         "1b": _olmo2(dim=2048, n_layers=16, n_heads=16, n_kv_heads=16, hidden_dim=8192),
         "7b": _olmo2(dim=4096, n_layers=32, n_heads=32, n_kv_heads=32, hidden_dim=11008),
@@ -117,7 +117,7 @@ _olmo3 = partial(
 )
 OLMO3 = ModelSpec(
     model=olmo,
-    sizes={
+    by_size={
         "debug": _olmo3(**DEBUG_DERIVED, window=40, rope_original_seq_len=32),
         "7b": _olmo3(dim=4096, n_layers=32, n_heads=32, n_kv_heads=32, hidden_dim=11008),
         "32b": _olmo3(dim=5120, n_layers=64, n_heads=40, n_kv_heads=8, hidden_dim=27648),
@@ -133,7 +133,7 @@ OLMO3 = ModelSpec(
 )
 OLMOE = ModelSpec(
     model=olmoe,
-    sizes={
+    by_size={
         "debug": OlmoeSizes(**DEBUG_DERIVED | DEBUG_EXPERTS),
         "7b-a1b": OlmoeSizes(
             **{"dim": 2048, "n_layers": 16, "n_heads": 16, "n_kv_heads": 16, "head_dim": 128, "hidden_dim": 1024},

@@ -48,7 +48,7 @@ _MINI = {"dim": 3072, "n_layers": 32, "n_heads": 32, "n_kv_heads": 32, "head_dim
 _14B = {"dim": 5120, "n_layers": 40, "n_heads": 40, "n_kv_heads": 10, "head_dim": 128, "hidden_dim": 17920}
 PHI = ModelSpec(
     model=pre_norm_decoder,
-    sizes={
+    by_size={
         "debug": PhiSizes(
             **{"partial_rotary_factor": 0.5, "rope_type": "longrope", "rope_factor": 4.0, "rope_original_seq_len": 32},
             **{"rope_short_factors": (1.0,) * 4, "rope_long_factors": (1.0, 1.2, 1.7, 3.0)} | DEBUG_DERIVED,

@@ -86,7 +86,7 @@ _tied = partial(QwenSizes, vocab_size=151936, tied_embeddings=True)
 _untied = partial(QwenSizes, vocab_size=152064, head_dim=128)
 QWEN2_5 = ModelSpec(
     model=qwen2,
-    sizes={
+    by_size={
         "debug": QwenSizes(**DEBUG_DERIVED),
         "0.5b": _tied(dim=896, n_layers=24, n_heads=14, n_kv_heads=2, head_dim=64, hidden_dim=4864),
         "1.5b": _tied(dim=1536, n_layers=28, n_heads=12, n_kv_heads=2, head_dim=128, hidden_dim=8960),
@@ -108,7 +108,7 @@ QWEN2_5 = ModelSpec(
 _qwen3 = partial(Qwen3Sizes, n_kv_heads=8, head_dim=128, vocab_size=151936)
 QWEN3 = ModelSpec(
     model=qwen3,
-    sizes={
+    by_size={
         "debug": Qwen3Sizes(**DEBUG),
         "0.6b": _qwen3(dim=1024, n_layers=28, n_heads=16, hidden_dim=3072, tied_embeddings=True),
         "1.7b": _qwen3(dim=2048, n_layers=28, n_heads=16, hidden_dim=6144, tied_embeddings=True),
@@ -150,7 +150,7 @@ _qwen3_moe = partial(
 )
 QWEN3_MOE = ModelSpec(
     model=qwen3_moe,
-    sizes={
+    by_size={
         "debug": Qwen3MoeSizes(
             **DEBUG | DEBUG_EXPERTS | {"hidden_dim": 352}, expert_hidden_dim=96, normalize_weights=True
         ),

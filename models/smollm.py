@@ -64,7 +64,7 @@ def _write(sizes: SmolLM3Sizes) -> Config:
 
 SMOLLM3 = ModelSpec(
     model=smollm3,
-    sizes={
+    by_size={
         "debug": SmolLM3Sizes(**DEBUG_DERIVED),
         "3b": SmolLM3Sizes(
             **{"dim": 2048, "n_layers": 36, "n_heads": 16, "n_kv_heads": 4, "head_dim": 128, "hidden_dim": 11008},

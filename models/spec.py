@@ -35,7 +35,7 @@ class Model(Protocol):
     def flops_per_token(self, seq_len: int) -> int:
         """Return the number of floating-point operations per token, in forward and backward."""
 
-    def plan(self) -> "ParallelPlan":
+    def structure(self) -> "Structure":
         """Return how the model may be sharded. The model must be complete and not parallelized."""
 
 
@@ -135,7 +135,7 @@ class LayerKind:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParallelPlan:
+class Structure:
     """Description of how a model may be sharded. It refers to the model's modules by name."""
 
     blocks_path: str
@@ -172,7 +172,7 @@ class ModelSpec:
     """A model family. Sizes are frozen dataclasses (models/sizes.py)."""
 
     model: Callable[[Any], Model]
-    sizes: Mapping[str, Any]
+    by_size: Mapping[str, Any]
     huggingface: Any
     """The mapping between the model and Hugging Face's format of it, a models.huggingface.HuggingFace."""
 

@@ -9,20 +9,20 @@ from torch import nn
 
 from models.spec import is_bias
 
-KINDS = {
+WIDTH_ROLES = {
     "vector": 0.0,  # a norm or a bias: a constant
     "input": -0.5,  # an embedding: the variance of init_parameter, 1 / dim, stays 1 / base width
     "scaled_input": 0.0,  # an embedding that is multiplied by sqrt(dim), which cancels 1 / dim
     "hidden": 0.0,  # variance 1 / number of inputs, which grows
     "output": 0.5,  # logits of tokens or of experts: variance base width / dim**2
 }
-"""Kind of a parameter, by which of its dims grow with the width: none or its only one, its outputs, both, its inputs -> power of
+"""Role of a parameter, by which of its dims grow with the width: none or its only one, its outputs, both, its inputs -> power of
 base width / dim that multiplies the initial values of Model.init_parameter."""
 
 
-def width_kind(model: nn.Module, name: str) -> str:
-    """Return the kind of a parameter, a key of KINDS. A module that is no embedding, or whose matrices do not have growing inputs
-    and outputs, names the kind of its weight in WIDTH.
+def width_role(model: nn.Module, name: str) -> str:
+    """Return the role of a parameter, a key of WIDTH_ROLES. A module that is no embedding, or whose matrices do not have growing
+    inputs and outputs, names the role of its weight in WIDTH.
 
     Args:
         model: Contains the parameter. It may be parallelized.

@@ -48,7 +48,7 @@ from trainer.base.system.spelling import counted
 from trainer.checkpoint import manifest
 from trainer.checkpoint.manifest import CorruptError
 from trainer.checkpoint.resume import LARGEST_STATE, check_train_state
-from trainer.checkpoint.storage import read_index
+from trainer.checkpoint.tensor_files import read_index
 
 
 def find_checkpoints(path: Path) -> list[Path]:

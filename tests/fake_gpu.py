@@ -148,7 +148,7 @@ def run_step(argv: list[str], layout: str) -> str:
     resolved = resolve(config, ranks)
     dist.destroy_process_group()  # gloo, which a LocalRank has
     dist.init_process_group("cpu:fake,meta:fake", rank=0, world_size=ranks, store=FakeStore())
-    meshes = Meshes(resolved.dims, FAKE_GPU, None, resolved.plan.has_experts, resolved.exchanges_matrices)
+    meshes = Meshes(resolved.dims, FAKE_GPU, None, resolved.structure.has_experts, resolved.exchanges_matrices)
     parts = build_model_parts(config, resolved, meshes, BACKEND)
     shape = config.training.local_batch_size, config.training.seq_len
     with FakeTensorMode(allow_non_fake_inputs=True), _ProductsOfGpu():

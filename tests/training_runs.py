@@ -21,7 +21,7 @@ from trainer.base.system import console
 from trainer.base.system.files import read_json_lines
 from trainer.batch import Batch
 from trainer.build import build_trainer
-from trainer.checkpoint.storage import TensorMetadata, read_rows
+from trainer.checkpoint.tensor_files import TensorMetadata, read_rows
 from trainer.run.resolve import resolve
 from trainer.run.run_folder import resume_point
 from trainer.run.training_data import TrainingData

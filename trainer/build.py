@@ -133,7 +133,7 @@ def _set_up_process(config: Config, device: torch.device) -> None:
 
 def _build_meshes(config: Config, resolved: ResolvedRun, device: torch.device) -> Meshes:
     timeout = timedelta(seconds=config.distributed.timeout_s)
-    return Meshes(resolved.dims, device, timeout, resolved.plan.has_experts, resolved.exchanges_matrices)
+    return Meshes(resolved.dims, device, timeout, resolved.structure.has_experts, resolved.exchanges_matrices)
 
 
 def _first_state(run: CheckedRun, resolved: ResolvedRun, initial: InitialModel) -> TrainState:
@@ -150,7 +150,7 @@ def _build_stragglers(
 ) -> StragglerDetector:
     stragglers = StragglerDetector(config.resilience.straggler_ratio, device)
     for part in model_parts:
-        stragglers.time_blocks_of(part.get_submodule(resolved.plan.blocks_path))
+        stragglers.time_blocks_of(part.get_submodule(resolved.structure.blocks_path))
     return stragglers
 
 
@@ -234,4 +234,4 @@ def _build_metrics(run: CheckedRun, resolved: ResolvedRun, engine: Engine, epoch
     logged = LoggedRun(config.run.name, config.run.folder, config.training, config.metrics, epochs)
     sinks = build_sinks(config.metrics.sinks, logged, is_writer=dist.get_rank() == 0)
     samples = len(run.datasets.training)
-    return Metrics(config.metrics, config.training, resolved, engine.device, engine.phases, sinks, samples)
+    return Metrics(config.metrics, config.training, resolved, engine.device, engine.timer, sinks, samples)

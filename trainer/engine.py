@@ -17,9 +17,9 @@ from trainer.batch import Batch
 from trainer.objective.cross_entropy import CrossEntropy, CrossEntropyWithZLoss
 from trainer.objective.objective import Objective, require_complete
 from trainer.objective.preference import Preference
-from trainer.optim.average import WeightAverage
 from trainer.optim.optimizer import Optimizer, optimizer_class
-from trainer.optim.quantization import require_shard_independent_blocks
+from trainer.optim.quantized_moments import require_shard_independent_blocks
+from trainer.optim.weight_average import WeightAverage
 from trainer.parallel.attention import AttentionBackend
 from trainer.parallel.balance import ExpertLoad, apply_balance
 from trainer.parallel.context import shard_sequence
@@ -33,7 +33,7 @@ from trainer.parallel.unsharded import GradientAccumulator
 from trainer.resilience.guard import StabilityGuard
 from trainer.run.resolve import ResolvedRun
 from trainer.runtime.device import DTYPES
-from trainer.runtime.phases import PhaseTimer
+from trainer.runtime.step_timer import StepTimer
 
 
 def build_model_parts(
@@ -42,20 +42,20 @@ def build_model_parts(
     """Build this rank's parallelized stages on the meta device. Raises ConfigError if the optimizer rejects the layout."""
     model_parts = parallelize(
         make_model=lambda: resolved.spec.model(resolved.sizes).to(DTYPES[config.training.parameter_dtype]),
-        plan=resolved.plan,
+        structure=resolved.structure,
         stages=stages_of_rank(resolved.stages, meshes.model["pp"].get_local_rank(), config.parallel),
         meshes=meshes,
         parallel=config.parallel,
         checkpointing=config.activation_checkpoint,
         compiled=resolved.compiled,
-        storage=resolved.storage,
+        storage=resolved.parameter_storage,
         seq_len=config.training.seq_len,
         document_mask=config.data.document_mask,
         attention_backend=attention_backend,
         float8=resolved.float8,
         adapt=partial(
             apply_lora,
-            blocks=resolved.plan.blocks_path,
+            blocks=resolved.structure.blocks_path,
             trained=resolved.trained,
             config=config.lora,
             seed=config.run.seed,
@@ -127,13 +127,13 @@ class Engine:
         """Parameter -> sum of earlier microbatches' gradients, if neither FSDP nor p.grad holds it. The planner counts it."""
         self.samples_per_microbatch = config.training.local_batch_size * resolved.dims.batch
         """Number of samples in one microbatch of all ranks."""
-        self.expert_load = self._balance(resolved, meshes) if resolved.plan.has_experts else None
+        self.expert_load = self._balance(resolved, meshes) if resolved.structure.has_experts else None
         # After _accumulation: the optimizer's hooks of gradients must run after those of the accumulator.
         self.optimizer = self._build_optimizer(resolved, meshes)
         decay = config.optimizer.ema_decay
         self.average = None if decay is None else WeightAverage(self.optimizer, decay)
         self.guard = StabilityGuard(config.resilience, self.optimizer.device)
-        self.phases = PhaseTimer(device)
+        self.timer = StepTimer(device)
         self.batch_group = meshes.data["batch"].get_group()
         self.forward_backward = self._build_step(resolved, meshes, start)
 
@@ -154,7 +154,7 @@ class Engine:
         """Make the routers balance their experts, and return what counts their load."""
         for part in self.model_parts.values():
             apply_balance(part, self.config.experts, meshes, self.device)
-        blocks = [part.get_submodule(resolved.plan.blocks_path) for part in self.model_parts.values()]
+        blocks = [part.get_submodule(resolved.structure.blocks_path) for part in self.model_parts.values()]
         return ExpertLoad(blocks, resolved.sizes, self.config.experts, self.device)
 
     def _build_step(self, resolved: ResolvedRun, meshes: Meshes, start_microbatch: Callable[[bool], None]) -> Step:
@@ -164,7 +164,7 @@ class Engine:
             "model_parts": self.model_parts,
             "objective": self.objective,
             "shard_sequence": partial(shard_sequence, rank=cp.get_local_rank(), ranks=cp.size()),
-            "phases": self.phases,
+            "timer": self.timer,
             "batch_group": self.batch_group,
             "loss_group": meshes.loss["loss"].get_group(),
         }
@@ -211,7 +211,7 @@ class Engine:
             on_before_update: Called before the first change of the parameters, the optimizer state or the guard's state; with
                 in_backward twice, because backward changes the parameters, and `decide` the guard's state.
         """
-        self.phases.start("reduction")
+        self.timer.start("reduction")
         self.optimizer.start_step(lr)
         num_terms = count_terms(microbatches, self.objective, self.batch_group)
         if self.expert_load is not None:
@@ -220,9 +220,9 @@ class Engine:
             on_before_update()
         means = self.forward_backward(microbatches, num_terms)
         routing = {} if self.expert_load is None else self.expert_load.take()
-        self.phases.start("clip")
+        self.timer.start("clip")
         grad_norm, votes = self.optimizer.clip(self.config.training.max_norm, vote=stop)
-        self.phases.start("optimizer")
+        self.timer.start("optimizer")
         on_before_update()
         skip, outcome = self.guard.decide(means["loss"], grad_norm, votes)
         self.optimizer.step(skip=skip)
@@ -230,7 +230,7 @@ class Engine:
             self.average.update(skip)
         if self.expert_load is not None:
             self.expert_load.correct(skip)
-        self.phases.start("other")
+        self.timer.start("other")
         return StepResult(outcome=outcome, num_terms=num_terms, means=means, routing=routing)
 
     def evaluated_weights(self) -> AbstractContextManager[None]:

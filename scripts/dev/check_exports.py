@@ -48,7 +48,7 @@ from trainer.base.config.load import load_config
 from trainer.checkpoint.formats.folders import open_weights
 from trainer.checkpoint.formats.huggingface_writer import write_huggingface
 from trainer.checkpoint.formats.native_writer import write_tensors
-from trainer.checkpoint.storage import TensorWrite
+from trainer.checkpoint.tensor_files import TensorWrite
 from trainer.data.tokenizer.backends import NUM_SPECIAL, load_tokenizer
 from trainer.data.tokenizer.byte_pair import PATTERNS
 from trainer.run.resolve import resolve

@@ -51,14 +51,14 @@ _LOSS_DIM = 16
 def block_and_inputs(name: str, size: str, tokens: int) -> tuple[nn.Module, Tensor, Context]:
     """Return a block in bf16, its input (1, tokens, dim) and its context."""
     spec = MODELS[name]
-    sizes = replace(spec.sizes[size], n_layers=1, vocab_size=8)
+    sizes = replace(spec.by_size[size], n_layers=1, vocab_size=8)
     with default_dtype(torch.bfloat16):
         model = spec.model(sizes)
-    (kind,) = model.plan().kinds.values()
+    (kind,) = model.structure().kinds.values()
     context = Context.of(torch.zeros(1, tokens, dtype=torch.int64))
     context = context._replace(rope=kind.rope(context.positions))
     hidden = torch.zeros(1, tokens, sizes.dim, dtype=torch.bfloat16, requires_grad=True)
-    (block,) = model.get_submodule(model.plan().blocks_path).children()
+    (block,) = model.get_submodule(model.structure().blocks_path).children()
     return block, hidden, context
 
 
@@ -82,7 +82,7 @@ def part_of_model(name: str, size: str, part: str, tokens: int, compiled: bool) 
     """Return a function that runs a part of the model. part: a mode, for one block, or "loss"."""
     if part == "loss":
         # A narrow weight, because many CPUs compute products in bf16 slowly. Hidden states are small beside logits.
-        rows = tokens, MODELS[name].sizes[size].vocab_size
+        rows = tokens, MODELS[name].by_size[size].vocab_size
         hidden, weight = (torch.zeros(n, _LOSS_DIM, dtype=torch.bfloat16) for n in rows)
         labels, gradients = torch.zeros(tokens, dtype=torch.int64), torch.ones(tokens, 1)
         compute = _compiled_losses_and_gradient() if compiled else _losses_and_gradient
@@ -128,8 +128,8 @@ def main() -> None:
     parser.add_argument("--name", choices=list(MODELS), default="llama3", help="model family")
     parser.add_argument("--size", default="8b", metavar="SIZE", help="size of the model")
     args = parser.parse_args()
-    if args.size not in MODELS[args.name].sizes:
-        parser.error(f"--size {args.size}: expected one of {', '.join(MODELS[args.name].sizes)}")
+    if args.size not in MODELS[args.name].by_size:
+        parser.error(f"--size {args.size}: expected one of {', '.join(MODELS[args.name].by_size)}")
     table = Table(code="<10", part="<12", matrix_products=">16", MB_per_token=">14")
     for kind, count, tokens in (("eager", count_eager, 1024), ("compiled", count_compiled, 128)):
         for part in (*MODES, "loss"):

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from models import MODELS
-from models.grouped import grouped_product
 from models.moe import Experts, MixtureOfExperts
+from models.row_groups import grouped_product
 from trainer.runtime.device import DTYPES
 from trainer.tools.testing.layouts import Table
 
@@ -33,7 +33,7 @@ def print_experts(dtype: str, tokens: int, repeats: int) -> None:
         tokens: In the batch.
         repeats: Turns. The parts take turns, and the table shows medians.
     """
-    sizes = MODELS["olmoe"].sizes["7b-a1b"]
+    sizes = MODELS["olmoe"].by_size["7b-a1b"]
     torch.manual_seed(0)
     layer = MixtureOfExperts(sizes)
     for parameter in layer.parameters():

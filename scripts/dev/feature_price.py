@@ -48,9 +48,12 @@ CAPABILITIES = {
     "Learning-rate schedules": "trainer/optim/lr_schedule.py tests/optim/test_lr_schedule.py",
     "Cautious weight decay": "trainer/optim/decay.py",
     "Muon": "trainer/optim/{muon,exchange}.py tests/optim/test_muon.py",
-    "Moments in 8 bits": "trainer/optim/quantization.py tests/optim/test_quantization.py",
-    "Parameter groups": "trainer/optim/groups.py tests/optim/test_groups.py tests/end_to_end/test_optimizer_groups.py",
-    "Average of the weights": "trainer/optim/average.py tests/optim/test_average.py tests/end_to_end/test_average.py",
+    "Moments in 8 bits": "trainer/optim/quantized_moments.py tests/optim/test_quantized_moments.py",
+    "Parameter groups": """
+        trainer/optim/parameter_groups.py
+        tests/optim/test_parameter_groups.py tests/end_to_end/test_optimizer_groups.py""",
+    "Average of the weights": """
+        trainer/optim/weight_average.py tests/optim/test_weight_average.py tests/end_to_end/test_average.py""",
     "Width transfer": """
         models/width.py trainer/tools/testing/coordinates.py scripts/coordinate_check.py
         tests/models/test_width.py tests/scripts/test_coordinate_check.py""",
@@ -134,7 +137,7 @@ CAPABILITIES = {
     "TensorBoard": "trainer/run/sinks/tensorboard.py tests/run/sinks/test_tensorboard.py",
     "Weights & Biases, MLflow, Trackio": "trainer/run/sinks/{delivery,services}.py tests/run/sinks/test_{delivery,services}.py",
     "Traces and phases of steps": """
-        trainer/run/profiler.py trainer/runtime/phases.py tests/run/test_profiler.py tests/runtime/test_phases.py""",
+        trainer/run/profiler.py trainer/runtime/step_timer.py tests/run/test_profiler.py tests/runtime/test_step_timer.py""",
     "Dry run": "trainer/tools/{dry_run,trial}.py tests/tools/test_dry_run.py",
     "Memory and disk before the first step": "trainer/run/resources.py tests/run/test_resources.py",
     "Settings that exclude each other": """

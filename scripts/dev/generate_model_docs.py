@@ -75,16 +75,16 @@ def _experts(model: Decoder) -> str:
 
 def row(family: str, spec: ModelSpec) -> str:
     having: dict[str, list[str]] = {}  # trait -> names of the published sizes that have it
-    published = [name for name in spec.sizes if name != "debug"]
+    published = [name for name in spec.by_size if name != "debug"]
     for name in published:
-        sizes = spec.sizes[name]
+        sizes = spec.by_size[name]
         if all(getattr(sizes, "all_sparse_layers", ())):  # otherwise its first layers may be dense
             sizes = replace(sizes, n_layers=len(shortest_period(sizes.layer_kinds)))
         for trait in traits(meta_model(spec.model, sizes)):
             having.setdefault(trait, []).append(name)
     texts = [t if names == published else f"{t} ({', '.join(names)})" for t, names in having.items()]
     hf = spec.huggingface
-    return f"| `{family}` | {', '.join(spec.sizes)} | {'; '.join(texts) or 'Llama'} | `{hf.model_type}` |"
+    return f"| `{family}` | {', '.join(spec.by_size)} | {'; '.join(texts) or 'Llama'} | `{hf.model_type}` |"
 
 
 def table() -> str:

@@ -50,7 +50,7 @@ from trainer.base.system.process import cores
 from trainer.base.system.units import GIB
 from trainer.checkpoint.formats.model_metadata import ModelMetadata
 from trainer.checkpoint.formats.native_writer import write_tensors
-from trainer.checkpoint.storage import TensorWrite
+from trainer.checkpoint.tensor_files import TensorWrite
 from trainer.run.resolve import resolve
 from trainer.tools.testing.layouts import DEBUG_FAMILIES, flags
 from trainer.tools.testing.techniques import BASELINE, TECHNIQUES

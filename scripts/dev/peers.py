@@ -36,7 +36,7 @@ _PLAIN_LOOP = "from scripts.dev.plain_loop import main; main()"
 MODELS = {
     "58m": (LlamaSizes(dim=512, n_layers=8, n_heads=8, n_kv_heads=8, hidden_dim=1376, vocab_size=32000), 2, 512),
     "125m": (LlamaSizes(dim=768, n_layers=12, n_heads=12, n_kv_heads=12, hidden_dim=2048, vocab_size=32000), 1, 512),
-    "1b": (FAMILIES["llama3.2"].sizes["1b"], 1, 4096),
+    "1b": (FAMILIES["llama3.2"].by_size["1b"], 1, 4096),
 }
 """Name -> sizes, samples of a step, and tokens of a sample. "1b" needs a GPU."""
 

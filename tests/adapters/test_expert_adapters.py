@@ -19,11 +19,11 @@ def adapted(family, config=CONFIG):
     """Return a debug model without adapters, the same with adapters whose second matrices are not zero, and what is trained."""
     spec, models = MODELS[family], []
     for lora in (None, config):
-        model = spec.model(spec.sizes["debug"])
-        plan = model.plan()
+        model = spec.model(spec.by_size["debug"])
+        structure = model.structure()
         if lora is not None:
-            trained = select_parameters(model, plan, lora)
-            apply_lora(model, plan.blocks_path, trained, lora, seed=0)
+            trained = select_parameters(model, structure, lora)
+            apply_lora(model, structure.blocks_path, trained, lora, seed=0)
         initialize(model, seed=0, lora=lora)
         models.append(model)
     draw = torch.Generator().manual_seed(0)
@@ -69,19 +69,19 @@ def test_an_expert_without_tokens_has_zero_gradients():
 def test_flops_count_the_experts_of_a_token_only():
     spec = MODELS["mixtral"]
     with torch.device("meta"):
-        model = spec.model(spec.sizes["debug"])
-    trained = select_parameters(model, model.plan(), CONFIG)
-    used = sum(p[0] * p[1] * p[2] for p in trained.shapes.values()) * spec.sizes["debug"].experts_per_token
-    used //= spec.sizes["debug"].n_experts
+        model = spec.model(spec.by_size["debug"])
+    trained = select_parameters(model, model.structure(), CONFIG)
+    used = sum(p[0] * p[1] * p[2] for p in trained.shapes.values()) * spec.by_size["debug"].experts_per_token
+    used //= spec.by_size["debug"].n_experts
     expected = model.flops_per_token(32) - 2 * sum(multiply_adds(model).values()) + 6 * used
     assert trained.flops_per_token(model, 32) == expected
 
 
 def test_a_router_is_no_target():
     with torch.device("meta"):
-        model = MODELS["mixtral"].model(MODELS["mixtral"].sizes["debug"])
+        model = MODELS["mixtral"].model(MODELS["mixtral"].by_size["debug"])
     with pytest.raises(ConfigError) as error:
-        select_parameters(model, model.plan(), LoraConfig(rank=4, targets=("*.router",)))
+        select_parameters(model, model.structure(), LoraConfig(rank=4, targets=("*.router",)))
     problem = "*.router matches no linear module or matrix of experts of the blocks"
     hint = "layers.0.feed_forward.router can only be trained fully, see [lora] train_fully"
     assert error.value.message == f"{problem}; {hint}"

@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 
 from tests.checkpoint.test_commit import load, names
-from trainer.checkpoint import commit, storage
+from trainer.checkpoint import commit, tensor_files
 from trainer.checkpoint.async_save import WRITERS
 from trainer.checkpoint.commit import SaveRequest
-from trainer.checkpoint.storage import read_index
+from trainer.checkpoint.tensor_files import read_index
 from trainer.tools.testing.ranks import RankError
 
 MODES = list(WRITERS)
@@ -85,13 +85,13 @@ def failing(mode, folder, known_before):
     """Fail one save and succeed with the next. known_before: the rank that polls the failure before the next save starts."""
     tensors = {"model/w": torch.ones(4), "model/b": torch.arange(3)}
     saver = saver_of(mode, tensors)
-    original, storage.write_safetensors = storage.write_safetensors, no_space
+    original, tensor_files.write_safetensors = tensor_files.write_safetensors, no_space
     results = []
     try:
         saver.save(request_of(folder, 1), tensors)
         saver.pending[-1].exception()
     finally:
-        storage.write_safetensors = original
+        tensor_files.write_safetensors = original
     if known_before == dist.get_rank():
         results = saver.poll()
     results += saver.wait()

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from trainer.checkpoint import commit, manifest, resume, storage
+from trainer.checkpoint import commit, manifest, resume, tensor_files
 from trainer.checkpoint.commit import SaveFailed, SaveRequest
 from trainer.tools.testing.ranks import RankError
 
@@ -26,7 +26,7 @@ def save(folder, step, value=1.0, keep=0, keep_interval_steps=0, tensors=None, k
     request = SaveRequest(folder, step, files, {"step": step}, keep, keep_interval_steps, keep_best)
     staging_dir = commit.make_staging_dir(request.final)
     single_rank = dist.get_world_size() == 1
-    plan = storage.local_save_plan(tensors)
+    plan = tensor_files.local_save_plan(tensors)
     commit.save(request, staging_dir, plan, tensors, None if single_rank else dist.group.WORLD)
     return request.final
 
@@ -79,7 +79,7 @@ def fails(*args, **kwargs):
 
 def with_failing(name, folder, step):
     """Save while a function of the checkpoint modules fails on the last rank; return the error."""
-    module = {"write_safetensors": storage}.get(name, manifest)
+    module = {"write_safetensors": tensor_files}.get(name, manifest)
     original = getattr(module, name)
     if dist.get_rank() == dist.get_world_size() - 1:
         setattr(module, name, fails)
@@ -108,7 +108,7 @@ def test_failure_to_write_the_manifest_leaves_no_checkpoint(ranks, tmp_path):
 
 def transient_failures(folder):
     """Fail the first two writes of a rank's file with a transient error, and skip the delays."""
-    original, sleep = storage.write_safetensors, storage.time.sleep
+    original, sleep = tensor_files.write_safetensors, tensor_files.time.sleep
     tries = []
 
     def write(*args):
@@ -117,11 +117,11 @@ def transient_failures(folder):
             raise OSError(errno.EIO, "Input/output error", "shard")
         return original(*args)
 
-    storage.write_safetensors, storage.time.sleep = write, lambda s: None
+    tensor_files.write_safetensors, tensor_files.time.sleep = write, lambda s: None
     try:
         return load(save(folder, 3, 5))["model/w"], len(tries)
     finally:
-        storage.write_safetensors, storage.time.sleep = original, sleep
+        tensor_files.write_safetensors, tensor_files.time.sleep = original, sleep
 
 
 def test_transient_errors_are_retried(ranks, tmp_path):

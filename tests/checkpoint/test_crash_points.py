@@ -9,11 +9,11 @@ import torch
 
 from tests.faults import sitecustomize
 from tests.faults.saves import POINTS
-from trainer.checkpoint import commit, manifest, storage
+from trainer.checkpoint import commit, manifest, tensor_files
 from trainer.checkpoint.commit import SaveRequest
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks")
-MODULES = {module.__name__: module for module in (commit, storage, manifest)}
+MODULES = {module.__name__: module for module in (commit, tensor_files, manifest)}
 
 
 def save_with_crash(folder, point):
@@ -26,7 +26,7 @@ def save_with_crash(folder, point):
     for value in (b"1", b"2"):
         request = SaveRequest(folder, 1, {"train_state.json": value}, {}, 0, 0, 0)
         staging_dir = commit.make_staging_dir(request.final)
-        commit.save(request, staging_dir, storage.local_save_plan(tensors), tensors, None)
+        commit.save(request, staging_dir, tensor_files.local_save_plan(tensors), tensors, None)
 
 
 @pytest.mark.parametrize("point", [*POINTS, "old renamed"])

@@ -29,7 +29,7 @@ from trainer.adapters.select import LORA_A
 from trainer.checkpoint.formats.adapter import Adapter
 from trainer.checkpoint.formats.export import is_export_of
 from trainer.checkpoint.formats.peft import PeftNames
-from trainer.checkpoint.storage import read_index
+from trainer.checkpoint.tensor_files import read_index
 from trainer.inference import load_model
 from trainer.inference.generate import Sampling, TextGenerator
 

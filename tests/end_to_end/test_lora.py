@@ -39,7 +39,7 @@ from trainer.checkpoint.formats.folders import open_complete, open_weights
 from trainer.checkpoint.formats.huggingface_writer import write_huggingface
 from trainer.checkpoint.formats.peft import PeftNames
 from trainer.checkpoint.formats.peft_writer import write_peft
-from trainer.checkpoint.storage import read_index
+from trainer.checkpoint.tensor_files import read_index
 from trainer.run.resolve import resolve
 from trainer.tools.planner.simulate import simulate
 from trainer.tools.testing.layouts import Layout, flags, num_ranks

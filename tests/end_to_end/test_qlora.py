@@ -22,7 +22,7 @@ from trainer.base.config import ConfigError
 from trainer.base.config.exits import run_to_end
 from trainer.base.config.load import load_config
 from trainer.checkpoint.formats.folders import open_weights
-from trainer.checkpoint.storage import read_index
+from trainer.checkpoint.tensor_files import read_index
 from trainer.run.resolve import resolve
 from trainer.runtime.dtensor import to_local
 from trainer.tools.planner.simulate import simulate
@@ -135,7 +135,9 @@ def test_a_rank_holds_its_share_of_the_bytes(ranks, bases, tmp_path, base_dtype,
     counts = ranks(2).run(quantized_parts, [*argv, *in_folder(tmp_path / "run")])
     resolved = resolve(load_config(combine(argv)), 2)
     num_values = sum(
-        p.numel() for n, p in resolved.spec.model(resolved.sizes).named_parameters() if n in resolved.storage.quantized
+        p.numel()
+        for n, p in resolved.spec.model(resolved.sizes).named_parameters()
+        if n in resolved.parameter_storage.quantized
     )
     assert sum(values for _, values, _ in counts) == num_values and counts[0][:2] == counts[1][:2]
     # Only the embedding and the output, which are not quantized, are in memory as values: as a whole and as shards.

@@ -24,7 +24,7 @@ from trainer.base.config import CheckpointConfig, ConfigError
 from trainer.checkpoint import manifest, resume
 from trainer.checkpoint.formats.export import export_run
 from trainer.checkpoint.manifest import CorruptError, File, Manifest
-from trainer.checkpoint.storage import Chunk, TensorMetadata, read_index, read_regions
+from trainer.checkpoint.tensor_files import Chunk, TensorMetadata, read_index, read_regions
 from trainer.tools.testing.ranks import RankError
 
 LISTENING = "0A"

@@ -25,7 +25,7 @@ from tests.training_runs import (
 from trainer.base.config.load import load_config
 from trainer.base.config.render import to_toml
 from trainer.build import build_trainer
-from trainer.checkpoint.storage import read_index
+from trainer.checkpoint.tensor_files import read_index
 from trainer.data.tokenizer.backends import DEFAULT_FILE
 from trainer.run.resolve import resolve
 from trainer.tools.testing import parity

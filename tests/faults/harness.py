@@ -20,7 +20,7 @@ from tests.training_runs import read_tensor, train
 from trainer.base.system.checkpoint_folder import latest_per_step, step_of
 from trainer.base.system.files import read_json_lines
 from trainer.checkpoint import manifest
-from trainer.checkpoint.storage import read_index
+from trainer.checkpoint.tensor_files import read_index
 from trainer.tools.testing.ranks import LocalRanks
 
 ROOT = Path(__file__).parent.parent.parent

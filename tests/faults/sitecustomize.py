@@ -133,7 +133,7 @@ def inject_straggler(build) -> None:
     def build_slow_parts(config, resolved, *args):
         parts = original(config, resolved, *args)
         for part in parts.values():
-            for block in part.get_submodule(resolved.plan.blocks_path).children():
+            for block in part.get_submodule(resolved.structure.blocks_path).children():
                 block.forward = twice_as_slow(block.forward)
         return parts
 
@@ -230,7 +230,7 @@ def requested(fault) -> bool:
 def inject_on_request(module) -> None:
     """Inject faults that the harness requests, and non-finite gradients at every FAULT["nan_every"]-th step. Steps take
     FAULT["seconds"] longer, because the steps of a tiny model are much shorter than a restart."""
-    if module.__name__ == "trainer.checkpoint.storage":
+    if module.__name__ == "trainer.checkpoint.tensor_files":
 
         def fail_if_requested(path, *args):
             if requested("disk full"):
@@ -356,14 +356,14 @@ KINDS = {
     "hang_of_data": {"trainer.data.sampling.samples": inject_hang_of_data},
     "read_error": {"trainer.data.sampling.samples": inject_read_error},
     "gradient": {"trainer.trainer": inject_bad_gradients},
-    "on_request": dict.fromkeys(("trainer.trainer", "trainer.checkpoint.storage"), inject_on_request),
+    "on_request": dict.fromkeys(("trainer.trainer", "trainer.checkpoint.tensor_files"), inject_on_request),
     "crash": {
         "trainer.checkpoint.commit": inject_crash_in_commit,
-        "trainer.checkpoint.storage": inject_crash_in_storage,
+        "trainer.checkpoint.tensor_files": inject_crash_in_storage,
         "trainer.checkpoint.manifest": inject_crash_in_manifest,
     },
     "slow_save": {"trainer.checkpoint.commit": inject_slow_commits},
-    "write_error": {"trainer.checkpoint.storage": inject_write_errors},
+    "write_error": {"trainer.checkpoint.tensor_files": inject_write_errors},
 }
 """Kind -> module -> function that patches it."""
 

@@ -64,12 +64,12 @@ PUBLISHED = {
 @pytest.mark.parametrize(("family", "size"), [(family, size) for family, sizes in PUBLISHED.items() for size in sizes])
 def test_sizes_have_the_published_number_of_parameters(family, size):
     spec = MODELS[family]
-    model = meta_model(spec.model, spec.sizes[size])
+    model = meta_model(spec.model, spec.by_size[size])
     assert sum(p.numel() for p in model.parameters()) == PUBLISHED[family][size]
 
 
 def test_every_size_of_every_family_has_a_published_number():
-    others = {family: spec.sizes for family, spec in MODELS.items() if not family.startswith("llama")}
+    others = {family: spec.by_size for family, spec in MODELS.items() if not family.startswith("llama")}
     assert {family: sizes.keys() - {"debug"} for family, sizes in others.items()} == {
         family: sizes.keys() for family, sizes in PUBLISHED.items()
     }
@@ -204,7 +204,7 @@ OLD = {
 @pytest.mark.parametrize("name", OLD)
 def test_old_files_are_read(name):
     family, config, differences, size = OLD[name]
-    assert read_sizes(MODELS[family].huggingface, config) == replace(MODELS[family].sizes[size], **differences)
+    assert read_sizes(MODELS[family].huggingface, config) == replace(MODELS[family].by_size[size], **differences)
 
 
 @pytest.mark.parametrize(("family", "index"), CASES)
@@ -243,11 +243,11 @@ def test_in_bf16_logits_are_as_exact_as_those_of_transformers(family, index):
 
 def add_caches(model):
     """Replace the attention kernels by kernels with a KV cache, and return these."""
-    caches, plan, sizes = [], model.plan(), model.sizes
-    for block, kind in zip(model.layers.children(), plan.layer_kinds, strict=True):
+    caches, structure, sizes = [], model.structure(), model.sizes
+    for block, kind in zip(model.layers.children(), structure.layer_kinds, strict=True):
         shape = sizes.n_kv_heads, SEQ, sum(sizes.head_widths)
-        caches.append(CachedAttention(plan.kinds[kind], *shape, torch.float32, torch.device("cpu")))
-        block.set_submodule(plan.attention, caches[-1])
+        caches.append(CachedAttention(structure.kinds[kind], *shape, torch.float32, torch.device("cpu")))
+        block.set_submodule(structure.attention, caches[-1])
     return caches
 
 
@@ -272,7 +272,7 @@ def test_greedy_tokens_equal_those_of_transformers(family, index):
 def test_a_kv_cache_changes_no_logits(family, index):
     """Prompts of one and of several tokens, with steps back: a chat continues from an earlier token."""
     model, (tokens, context) = model_of(family, index), inputs()
-    plan = model.plan()
+    structure = model.structure()
     with torch.no_grad():
         expected = model(tokens, context)[:1]
         caches = add_caches(model)
@@ -283,7 +283,7 @@ def test_a_kv_cache_changes_no_logits(family, index):
             assert distance(logits, expected[:, part]) < 1e-5
         complete = [cache.truncate(2) for cache in caches]
         assert complete == [
-            plan.kinds[kind].window is None or plan.kinds[kind].window > 16 for kind in plan.layer_kinds
+            structure.kinds[kind].window is None or structure.kinds[kind].window > 16 for kind in structure.layer_kinds
         ]
 
 
@@ -323,13 +323,13 @@ PERIODS = {"gemma2": 2, "gemma3": 6, "olmo3": 4}
 
 @pytest.mark.parametrize("family", DERIVED_HEAD_DIM)
 def test_a_debug_size_has_the_head_dim_that_readers_derive(family):
-    sizes = MODELS[family].sizes["debug"]
+    sizes = MODELS[family].by_size["debug"]
     assert sizes.head_dim == sizes.dim // sizes.n_heads
 
 
 @pytest.mark.parametrize("family", PERIODS)
 def test_a_debug_size_has_the_windows_that_readers_assume(family):
-    config = write_config(MODELS[family].huggingface, MODELS[family].sizes["debug"], 2048)
+    config = write_config(MODELS[family].huggingface, MODELS[family].by_size["debug"], 2048)
     kinds, period = config["layer_types"], PERIODS[family]
     assert len(kinds) >= period
     assert [i for i, kind in enumerate(kinds, 1) if kind == "full_attention"] == [
@@ -338,5 +338,5 @@ def test_a_debug_size_has_the_windows_that_readers_assume(family):
 
 
 def test_a_debug_size_of_ministral3_has_the_factor_of_yarn_that_llama_cpp_reads():
-    config = write_config(MODELS["ministral3"].huggingface, MODELS["ministral3"].sizes["debug"], 2048)
+    config = write_config(MODELS["ministral3"].huggingface, MODELS["ministral3"].by_size["debug"], 2048)
     assert config["rope_parameters"]["mscale_all_dim"] == 1.0

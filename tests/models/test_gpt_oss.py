@@ -5,16 +5,16 @@ import torch
 
 from models import MODELS
 from models.gpt_oss import BiasedRouter
-from models.grouped import grouped_product
+from models.row_groups import grouped_product
 from models.spec import is_bias, meta_model
 from trainer.base.config import OptimizerConfig
 from trainer.base.config.load import load_config
-from trainer.optim.groups import resolve_groups
+from trainer.optim.parameter_groups import resolve_groups
 from trainer.parallel.init_weights import allocate, initialize
 from trainer.tools.testing.allocations import build_step
 
 SPEC = MODELS["gpt-oss"]
-SIZES = SPEC.sizes["debug"]
+SIZES = SPEC.by_size["debug"]
 BIASES = {"bias", "sinks", "b1", "b2", "b3"}
 
 
@@ -69,7 +69,7 @@ def undecayed_dims():
 
 
 def test_the_published_model_has_biases_in_every_module():
-    model = meta_model(SPEC.model, SPEC.sizes["20b"])
+    model = meta_model(SPEC.model, SPEC.by_size["20b"])
     layer = {name.removeprefix("layers.0.") for name, _ in model.named_parameters() if name.startswith("layers.0.")}
     assert {name for name in layer if name.rpartition(".")[2] in BIASES} == {
         *(f"attention.{w}.bias" for w in ("wq", "wk", "wv", "wo")),

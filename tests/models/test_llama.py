@@ -47,7 +47,7 @@ def test_frequencies_without_scaling():
 @pytest.mark.parametrize(("family", "size"), [("llama3.1", "8b"), ("llama3.2", "1b")])
 def test_frequencies_scaled_as_in_llama_3_1(family, size):
     """The published rule for each pair, by wavelength, with its two thresholds."""
-    sizes = MODELS[family].sizes[size]
+    sizes = MODELS[family].by_size[size]
     expected = []
     for pair in range(sizes.head_dim // 2):
         frequency = 500_000.0 ** (-2 * pair / sizes.head_dim)
@@ -125,7 +125,7 @@ def test_flops_per_token_equal_a_count_by_hand():
 
 def test_flops_of_8b_are_six_per_matrix_parameter_plus_attention():
     with torch.device("meta"):
-        model = MODELS["llama3"].model(MODELS["llama3"].sizes["8b"])
+        model = MODELS["llama3"].model(MODELS["llama3"].by_size["8b"])
     matrix_parameters = 8_030_261_248 - 128_256 * 4096 - 65 * 4096  # neither the embedding nor the norms
     assert model.flops_per_token(8192) == 6 * matrix_parameters + 6 * 32 * 4096 * 8193
 

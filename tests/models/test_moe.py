@@ -6,10 +6,10 @@ import torch.nn.functional as F
 from torch._subclasses import FakeTensorMode
 
 from models import MODELS
-from models.grouped import grouped_product
 from models.huggingface_tensors import is_stacked
 from models.mixtral import MixtralSizes
 from models.moe import MixtureOfExperts, Router, is_stack
+from models.row_groups import grouped_product
 from models.sizes import DEBUG
 from models.spec import meta_model
 from trainer.tools.testing.random_parameters import randomize
@@ -51,10 +51,10 @@ def test_of_equal_scores_the_lower_index_comes_first():
     assert torch.equal(routing.weights, torch.full((1, 3, 2), 0.5))
 
 
-@pytest.mark.parametrize("family", [name for name, spec in MODELS.items() if "debug" in spec.sizes])
+@pytest.mark.parametrize("family", [name for name, spec in MODELS.items() if "debug" in spec.by_size])
 def test_the_stacks_of_a_model_are_those_of_its_files(family):
     spec = MODELS[family]
-    model = meta_model(spec.model, spec.sizes["debug"])
+    model = meta_model(spec.model, spec.by_size["debug"])
     stacks = {name for name, _ in model.named_parameters() if is_stack(model, name)}
     assert stacks == {name for name, _ in model.named_parameters() if is_stacked(spec.huggingface, name)}
     assert {name.rpartition(".")[0] for name in stacks} == {

@@ -12,9 +12,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_modul
 
 from trainer.base.config import OptimizerConfig
 from trainer.optim.exchange import Matrix, assign_owners, buckets
-from trainer.optim.groups import resolve_groups
 from trainer.optim.muon import COEFFICIENTS, orthogonalize
 from trainer.optim.optimizer import optimizer_class
+from trainer.optim.parameter_groups import resolve_groups
 from trainer.runtime.dtensor import local_region, sharded_like
 
 SHAPES = {"wide": (6, 24), "tall": (33, 8), "square": (16, 16), "few rows": (2, 40), "stack": (4, 12, 8)}

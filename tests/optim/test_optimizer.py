@@ -9,8 +9,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from trainer.base.config import OptimizerConfig
-from trainer.optim.groups import resolve_groups
 from trainer.optim.optimizer import optimizer_class
+from trainer.optim.parameter_groups import resolve_groups
 from trainer.runtime.device import DTYPES
 from trainer.runtime.dtensor import sharded_like, to_local
 

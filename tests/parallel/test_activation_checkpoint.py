@@ -44,7 +44,7 @@ def build_model(sizes, checkpointing, dtype=torch.bfloat16, float8=NO_FLOAT8, in
     }
     if ranks > 1:
         gathers = {name for name, policy in policies.items() if policy == "gathers"}
-        apply_tensor(model, model.plan(), init_device_mesh("cpu", (ranks,)), True, gathers)
+        apply_tensor(model, model.structure(), init_device_mesh("cpu", (ranks,)), True, gathers)
     if in_4_bits:
         weights = {
             f"{name}.weight" for name, m in model.layers.named_modules(prefix="layers") if isinstance(m, nn.Linear)

@@ -33,13 +33,16 @@ def gradients(mode, compiled, base_dtype):
     config = ParallelConfig(tp=dist.get_world_size())
     with torch.device("meta"):
         model = llama(SIZES)
-    plan = model.plan()
+    structure = model.structure()
     lora = replace(LORA, base_dtype=base_dtype)
-    trained = select_parameters(model, plan, lora)
-    adapt = partial(apply_lora, blocks=plan.blocks_path, trained=trained, config=lora, seed=0)
-    quantized = select_quantized(model, plan, lora)
+    trained = select_parameters(model, structure, lora)
+    adapt = partial(apply_lora, blocks=structure.blocks_path, trained=trained, config=lora, seed=0)
+    quantized = select_quantized(model, structure, lora)
     storage = ParameterStorage(dtype="fp32", quantized=quantized, is_double=base_dtype == "nf4_double")
-    meshes, stages = Meshes(ParallelDims.from_config(config, config.tp), CPU), partition_blocks(model, plan, config)
+    meshes, stages = (
+        Meshes(ParallelDims.from_config(config, config.tp), CPU),
+        partition_blocks(model, structure, config),
+    )
     settings = (
         config,
         ActivationCheckpointConfig(mode=mode),
@@ -51,7 +54,7 @@ def gradients(mode, compiled, base_dtype):
         adapt,
     )
     with without_code_generation():
-        (part,) = parallelize(lambda: llama(SIZES), plan, stages, meshes, *settings).values()
+        (part,) = parallelize(lambda: llama(SIZES), structure, stages, meshes, *settings).values()
     allocate(part, CPU)
     initialize(part, seed=0, lora=LORA)
     full = dict(reference(SIZES).named_parameters())

@@ -78,13 +78,13 @@ def test_compiled_blocks_share_a_graph_and_recompute_gathers_as_configured(ranks
 def model_with_experts(mode, compiled, parallel=ParallelConfig(), lora=LoraConfig()):  # noqa: B008  (frozen)
     """Return a parallelized model with dense blocks and blocks with experts on one rank, its sizes and its meshes."""
     spec = MODELS["deepseek-v3"]
-    sizes = spec.sizes["debug"]
-    plan = meta_model(spec.model, sizes).plan()
-    trained = select_parameters(meta_model(spec.model, sizes), plan, lora)
+    sizes = spec.by_size["debug"]
+    structure = meta_model(spec.model, sizes).structure()
+    trained = select_parameters(meta_model(spec.model, sizes), structure, lora)
     meshes = Meshes(ParallelDims.from_config(parallel, 1), CPU, has_experts=True)
     stages = [Stage(0, 1, range(sizes.n_layers))]
     (model,) = parallelize(
-        *(lambda: spec.model(sizes), plan, stages, meshes, parallel, ActivationCheckpointConfig(mode=mode)),
+        *(lambda: spec.model(sizes), structure, stages, meshes, parallel, ActivationCheckpointConfig(mode=mode)),
         *(
             compiled,
             ParameterStorage(dtype="fp32"),

@@ -9,11 +9,11 @@ from models.moe import CorrectedRouter
 from models.spec import saved_buffers
 from tests.training_runs import checkpoint_of, combine, in_folder, read_tensor, train
 from trainer.base.config import ExpertsConfig
-from trainer.checkpoint.storage import read_index
+from trainer.checkpoint.tensor_files import read_index
 from trainer.parallel.balance import ExpertLoad
 
 SPEC = MODELS["deepseek-v3"]
-SIZES = SPEC.sizes["debug"]
+SIZES = SPEC.by_size["debug"]
 MODEL = ["--model.name", "deepseek-v3", "--experts.bias_rate", "0.001"]
 
 

@@ -66,10 +66,10 @@ def initial_weights(degrees):
     dims = ParallelDims.from_config(config, dist.get_world_size())
     meshes = Meshes(dims, CPU, has_experts=True)
     with torch.device("meta"):
-        plan = mixtral(SIZES).plan()
-        stages = partition_blocks(mixtral(SIZES), plan, config)
+        structure = mixtral(SIZES).structure()
+        stages = partition_blocks(mixtral(SIZES), structure, config)
     settings = (config, ActivationCheckpointConfig(), False, ParameterStorage(dtype="fp32"), 16, False, CPU_BACKEND)
-    (model,) = parallelize(lambda: mixtral(SIZES), plan, stages, meshes, *settings).values()
+    (model,) = parallelize(lambda: mixtral(SIZES), structure, stages, meshes, *settings).values()
     allocate(model, CPU)
     initialize(model, seed=0)
     return hash_of({name: full(p) for name, p in model.named_parameters()})

@@ -232,8 +232,8 @@ def test_an_adapter_is_added_to_the_product_of_a_frozen_base_in_float8():
     def build(rank):
         with torch.device("meta"):
             model = llama(SIZES)
-        plan, lora = model.plan(), LoraConfig(rank=rank)
-        trained = select_parameters(meta_model(llama, SIZES), plan, lora)
+        structure, lora = model.structure(), LoraConfig(rank=rank)
+        trained = select_parameters(meta_model(llama, SIZES), structure, lora)
         apply_float8(model, Float8(ALL, by_row=False))
         apply_lora(model, "layers", trained, lora, seed=0)
         allocate(model, torch.device("cpu"))
@@ -312,11 +312,11 @@ def settings(**values):
 
 def resolved(family="llama3", dims=None, sequence_parallel=True, overrides=None, **values):
     spec = MODELS[family]
-    sizes = spec.sizes["debug"]
+    sizes = spec.by_size["debug"]
     model = meta_model(spec.model, type(sizes)(**{**vars(sizes), **(overrides or {})}))
-    plan, config = model.plan(), settings(**values)
-    chosen = float8.resolve_float8(model, plan, config)
-    check_shapes(chosen, model, plan, dims or dimensions(), config, sequence_parallel)
+    structure, config = model.structure(), settings(**values)
+    chosen = float8.resolve_float8(model, structure, config)
+    check_shapes(chosen, model, structure, dims or dimensions(), config, sequence_parallel)
     return model, chosen.modules
 
 

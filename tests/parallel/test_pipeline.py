@@ -20,7 +20,7 @@ from trainer.parallel.pipeline import (
     partition_blocks,
     stages_of_rank,
 )
-from trainer.runtime.phases import PhaseTimer
+from trainer.runtime.step_timer import StepTimer
 
 SIZES = LlamaSizes(dim=16, n_layers=8, n_heads=4, n_kv_heads=2, hidden_dim=32, vocab_size=64)
 
@@ -28,7 +28,7 @@ SIZES = LlamaSizes(dim=16, n_layers=8, n_heads=4, n_kv_heads=2, hidden_dim=32, v
 def partition(sizes=SIZES, **config):
     with torch.device("meta"):
         model = llama(sizes)
-    return partition_blocks(model, model.plan(), ParallelConfig(**config))
+    return partition_blocks(model, model.structure(), ParallelConfig(**config))
 
 
 def test_schedules_are_the_values_of_the_setting():
@@ -130,7 +130,7 @@ def build_step(name, pp, microbatches):
         objective=CrossEntropy(64, compiled=False),
         shard_sequence=lambda batch: batch,
         pipeline_group=meshes.model["pp"].get_group(),
-        phases=PhaseTimer(torch.device("cpu")),
+        timer=StepTimer(torch.device("cpu")),
         batch_group=meshes.data["batch"].get_group(),
         loss_group=meshes.loss["loss"].get_group(),
     )

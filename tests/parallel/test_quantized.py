@@ -45,10 +45,10 @@ LORA = LoraConfig(rank=4)
 def described(family, base_dtype):
     """Return spec and sizes of a small model, its trained parameters and the names of its quantized weights."""
     spec, lora = MODELS[family], replace(LORA, base_dtype=base_dtype)
-    sizes = replace(spec.sizes["debug"], n_layers=2, **SIZES[family])
+    sizes = replace(spec.by_size["debug"], n_layers=2, **SIZES[family])
     meta = meta_model(spec.model, sizes)
-    trained = select_parameters(meta, meta.plan(), lora)
-    return spec, sizes, trained, select_quantized(meta, meta.plan(), lora)
+    trained = select_parameters(meta, meta.structure(), lora)
+    return spec, sizes, trained, select_quantized(meta, meta.structure(), lora)
 
 
 def models_of(family, base_dtype, dtype):
@@ -112,13 +112,15 @@ def deviation_of_sharded_gradients(family, base_dtype, compiled):
     torch._dynamo.reset()
     reference, _ = models_of(family, base_dtype, torch.float32)
     spec, sizes, trained, names = described(family, base_dtype)
-    plan, parallel = reference.plan(), ParallelConfig(tp=dist.get_world_size())
-    meshes = Meshes(ParallelDims.from_config(parallel, parallel.tp), CPU, has_experts=plan.has_experts)
+    structure, parallel = reference.structure(), ParallelConfig(tp=dist.get_world_size())
+    meshes = Meshes(ParallelDims.from_config(parallel, parallel.tp), CPU, has_experts=structure.has_experts)
     storage = ParameterStorage(dtype="fp32", quantized=names, is_double=base_dtype == "nf4_double")
-    adapt = partial(apply_lora, blocks=plan.blocks_path, trained=trained, config=LORA, seed=0)
+    adapt = partial(apply_lora, blocks=structure.blocks_path, trained=trained, config=LORA, seed=0)
     settings = (parallel, ActivationCheckpointConfig(), compiled, storage, 16, False, CPU_BACKEND, adapt)
     with without_code_generation():
-        (sharded,) = parallelize(lambda: spec.model(sizes), plan, [Stage(0, 1, range(2))], meshes, *settings).values()
+        (sharded,) = parallelize(
+            lambda: spec.model(sizes), structure, [Stage(0, 1, range(2))], meshes, *settings
+        ).values()
     allocate(sharded, CPU)
     complete = dict(reference.state_dict())
     with torch.no_grad():
@@ -198,9 +200,9 @@ def test_a_compiled_block_has_the_values_of_one_matrix_at_a_time():
 
 
 def test_what_cannot_be_kept_in_4_bits_is_refused():
-    sizes = MODELS["llama3"].sizes["debug"]
+    sizes = MODELS["llama3"].by_size["debug"]
     model = meta_model(MODELS["llama3"].model, sizes)
     with pytest.raises(ConfigError) as error:
-        select_quantized(model, model.plan(), LoraConfig(rank=4, base_dtype="nf4"))
+        select_quantized(model, model.structure(), LoraConfig(rank=4, base_dtype="nf4"))
     message = "needs rows of a multiple of 64 values, but those of layers.0.feed_forward.w2.weight have 352"
     assert (error.value.key, error.value.message) == ("lora.base_dtype", message)

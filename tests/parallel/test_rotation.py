@@ -21,6 +21,6 @@ def test_a_complex_product_changes_no_logits():
 
 def test_layers_that_rotate_halves_keep_their_rotation():
     with torch.device("meta"):
-        model = MODELS["qwen3"].model(MODELS["qwen3"].sizes["debug"])
+        model = MODELS["qwen3"].model(MODELS["qwen3"].by_size["debug"])
     apply_complex_rotation(model)
     assert {block.attention.rotate for block in model.layers.values()} == {rotate_halves}

@@ -30,11 +30,11 @@ def build_model_parts(
     meshes = Meshes(ParallelDims.from_config(config, dist.get_world_size()), CPU)
     with torch.device("meta"):
         model = llama(sizes)
-    plan = model.plan()
-    stages = stages_of_rank(partition_blocks(model, plan, config), meshes.model["pp"].get_local_rank(), config)
+    structure = model.structure()
+    stages = stages_of_rank(partition_blocks(model, structure, config), meshes.model["pp"].get_local_rank(), config)
     settings = (stages, meshes, config, checkpointing, compiled, ParameterStorage(dtype=dtype))
     run = {"seq_len": 16, "document_mask": False, "attention_backend": CPU_BACKEND, "float8": float8}
-    model_parts = parallelize(lambda: llama(sizes), plan, *settings, **run)
+    model_parts = parallelize(lambda: llama(sizes), structure, *settings, **run)
     for part in model_parts.values():
         allocate(part, CPU)
         initialize(part, seed=0)

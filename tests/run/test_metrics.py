@@ -24,7 +24,7 @@ from trainer.run.sinks.local import RemainingTime
 from trainer.run.sinks.sink import LoggedRun
 from trainer.runtime import device as devices
 from trainer.runtime.accelerators import ACCELERATORS
-from trainer.runtime.phases import PhaseTimer
+from trainer.runtime.step_timer import StepTimer
 from trainer.state import TrainState
 
 CPU = torch.device("cpu")
@@ -36,7 +36,7 @@ def open_metrics(folder, first_step=0, steps=20, tensorboard=False, tokens_per_s
     training = TrainingConfig(steps=steps, global_batch_size=tokens_per_step, batch_schedule=schedule or {}, seq_len=1)
     resolved = replace(resolve(Config(), 2), flops_per_token=10**9)
     sinks = build_sinks(names, LoggedRun("run", folder, training, config, epochs), is_writer=True)
-    metrics = Metrics(config, training, resolved, CPU, PhaseTimer(CPU), sinks, samples_per_epoch=4)
+    metrics = Metrics(config, training, resolved, CPU, StepTimer(CPU), sinks, samples_per_epoch=4)
     metrics.rewind(first_step)
     return metrics
 
@@ -117,7 +117,7 @@ def test_the_phases_of_a_record_add_up_to_the_duration_of_a_step(tmp_path, monke
     for step in (1, 2):
         with metrics.section("data"):
             clock[0] += 1.0
-        metrics.phases.start("forward")
+        metrics.timer.start("forward")
         clock[0] += 2.0
         log_step(metrics, step)
     for record, written in zip(lines(tmp_path), (0.0, 4.0), strict=True):

@@ -62,7 +62,7 @@ def test_preparing_and_loading_are_compared_with_a_baseline(monkeypatch, capsys)
 
 
 def test_the_parts_of_a_layer_with_experts_are_measured(monkeypatch, capsys):
-    sizes = FAMILIES["olmoe"].sizes
+    sizes = FAMILIES["olmoe"].by_size
     monkeypatch.setitem(sizes, "7b-a1b", sizes["debug"])
     _, *table = lines_of(monkeypatch, capsys, "experts", "--tokens", "8", "--repeats", "1", "--dtype", "bf16")
     assert table[0][0] == "layer" and table[0][-1] == "100.0%" and table[-1][0] == "dispatch" and len(table) == 6

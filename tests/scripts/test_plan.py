@@ -68,7 +68,7 @@ def test_host_memory_has_its_own_verdict():
 
 def test_a_model_in_hugging_faces_format_is_planned(tmp_path):
     spec = MODELS["gemma2"]
-    (tmp_path / "config.json").write_text(json.dumps(write_config(spec.huggingface, spec.sizes["2b"], 8192)))
+    (tmp_path / "config.json").write_text(json.dumps(write_config(spec.huggingface, spec.by_size["2b"], 8192)))
     flags = ["--model.huggingface", tmp_path, "--model.overrides.n_layers", "2", "--training.seq_len", "8192", "--json"]
     ended = plan(*flags, "--training.global_batch_size", "8", "--training.local_batch_size", "1")
     assert ended.returncode in (0, 1), ended.stderr
@@ -92,11 +92,11 @@ def test_a_run_in_epochs_has_no_duration_before_its_data_are_prepared():
 
 def test_a_configuration_may_be_named_by_a_link(tmp_path):
     spec = MODELS["qwen3"]
-    (tmp_path / "config.json").write_text(json.dumps(write_config(spec.huggingface, spec.sizes["debug"], 128)))
+    (tmp_path / "config.json").write_text(json.dumps(write_config(spec.huggingface, spec.by_size["debug"], 128)))
     (tmp_path / "links").mkdir()
     link = tmp_path / "links" / "config.json"
     link.symlink_to(tmp_path / "config.json")
-    assert read_architecture(link) == ("qwen3", spec.sizes["debug"])
+    assert read_architecture(link) == ("qwen3", spec.by_size["debug"])
     with pytest.raises(ConfigError, match="is a symbolic link to a path outside the folder"):
         read_architecture(link.parent)
 

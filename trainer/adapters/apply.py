@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from models.context import Context
-from models.grouped import grouped_product
 from models.moe import Experts
+from models.row_groups import grouped_product
 from trainer.adapters.nf4 import placed_like
 from trainer.adapters.select import LORA_A, LORA_B, TrainedParameters, matrices_of
 from trainer.base.config import LoraConfig

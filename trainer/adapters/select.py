@@ -16,9 +16,9 @@ from math import prod
 import torch
 from torch import Generator, Tensor, nn
 
-from models.grouped import ALIGNMENT
 from models.moe import Experts, is_stack
-from models.spec import Model, ParallelPlan, multiply_adds
+from models.row_groups import ALIGNMENT
+from models.spec import Model, Structure, multiply_adds
 from trainer.adapters.nf4 import BLOCK
 from trainer.base.config import ConfigError, LoraConfig
 from trainer.base.config.fields import matching
@@ -77,16 +77,16 @@ class TrainedParameters:
         return model.flops_per_token(seq_len) - 2 * frozen + 6 * adapters
 
 
-def select_parameters(model: nn.Module, plan: ParallelPlan, config: LoraConfig) -> TrainedParameters:
+def select_parameters(model: nn.Module, structure: Structure, config: LoraConfig) -> TrainedParameters:
     """Return the parameters that the settings select. model: the complete model, without adapters. Raises ConfigError if a
     pattern matches nothing."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     if config.rank is None:
         return TrainedParameters(frozenset(names.values()), {})
-    adaptable = {target_of(name): name for name in _adaptable_in_blocks(model, plan)}
+    adaptable = {target_of(name): name for name in _adaptable_in_blocks(model, structure)}
     owners = {n: m for n, m in model.named_modules() if list(m.parameters(recurse=False))}
     with pattern_hints(owners, "can only be trained fully, see [lora] train_fully", of="lora.targets"):
-        kind = "linear module or matrix of experts" if plan.has_experts else "linear module"
+        kind = "linear module or matrix of experts" if structure.has_experts else "linear module"
         targets = matching("lora.targets", config.targets, adaptable, f"{kind} of the blocks")
         modules = matching("lora.train_fully", config.train_fully, owners, "module with parameters")
     weights = [adaptable[target] for target in targets]
@@ -100,18 +100,18 @@ def select_parameters(model: nn.Module, plan: ParallelPlan, config: LoraConfig) 
     return TrainedParameters(fully, adapter_shapes(model, weights, config.rank))
 
 
-def trained_base(model: nn.Module, plan: ParallelPlan, trained: TrainedParameters) -> str:
+def trained_base(model: nn.Module, structure: Structure, trained: TrainedParameters) -> str:
     """Return a module of the blocks whose matrix is trained fully, although it could have an adapter, or "". model: the complete
     model, without adapters."""
-    return next((target_of(name) for name in _adaptable_in_blocks(model, plan) if name in trained.fully), "")
+    return next((target_of(name) for name in _adaptable_in_blocks(model, structure) if name in trained.fully), "")
 
 
-def select_quantized(model: nn.Module, plan: ParallelPlan, config: LoraConfig) -> frozenset[str]:
+def select_quantized(model: nn.Module, structure: Structure, config: LoraConfig) -> frozenset[str]:
     """Return the names of the weights that [lora] base_dtype keeps in 4 bits. model: the complete model, without adapters. Raises
     ConfigError if one of them has rows that are not a multiple of a block."""
     if config.base_dtype == "keep":
         return frozenset()
-    names = _adaptable_in_blocks(model, plan)
+    names = _adaptable_in_blocks(model, structure)
     columns = {name: model.get_parameter(name).shape[-1] for name in names}
     if uneven := [name for name in names if columns[name] % BLOCK]:
         message = f"needs rows of a multiple of {BLOCK} values, but those of {uneven[0]} have {columns[uneven[0]]}"
@@ -142,19 +142,19 @@ def pattern_hints(owners: Iterable[str], reason: str, of: str) -> Iterator[None]
         raise
 
 
-def frozen_vocabulary(model: nn.Module, plan: ParallelPlan, trained: TrainedParameters) -> str:
+def frozen_vocabulary(model: nn.Module, structure: Structure, trained: TrainedParameters) -> str:
     """Return the modules with one row for each token, separated by commas, if one of them is frozen, or "". model: the complete
     model, without adapters."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     tables = {n: m for n, m in model.named_modules() if isinstance(m, nn.Embedding | nn.Linear)}
-    weights = [names[tables[n].weight] for n in tables if not n.startswith(f"{plan.blocks_path}.")]
+    weights = [names[tables[n].weight] for n in tables if not n.startswith(f"{structure.blocks_path}.")]
     if all(name in trained.fully for name in weights):
         return ""
     return ",".join(dict.fromkeys(name.removesuffix(".weight") for name in weights))
 
 
-def _adaptable_in_blocks(model: nn.Module, plan: ParallelPlan) -> list[str]:
-    return [name for name in adaptable_weights(model) if name.startswith(f"{plan.blocks_path}.")]
+def _adaptable_in_blocks(model: nn.Module, structure: Structure) -> list[str]:
+    return [name for name in adaptable_weights(model) if name.startswith(f"{structure.blocks_path}.")]
 
 
 def adaptable_weights(model: nn.Module) -> list[str]:

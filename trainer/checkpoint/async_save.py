@@ -15,7 +15,7 @@ from torch.distributed.checkpoint import SavePlan
 from trainer.base.config import ConfigError
 from trainer.checkpoint import commit
 from trainer.checkpoint.commit import SaveFailed, SaveRequest, Tensors
-from trainer.checkpoint.storage import local_save_plan
+from trainer.checkpoint.tensor_files import local_save_plan
 from trainer.runtime.dtensor import to_local
 from trainer.runtime.host_memory import HostTransfer, pin
 

@@ -2,7 +2,7 @@
 
 checkpoints/
     step-00000100/
-        rank-00000.safetensors ...   tensor chunks of one rank: model, optimizer, stability, RNG (storage.py)
+        rank-00000.safetensors ...   tensor chunks of one rank: model, optimizer, stability, RNG (tensor_files.py)
         index.json                   the files that contain the chunks of each tensor
         train_state.json             step, data cursor, and the values that a resumed run must not change
         config.toml                  the resolved configuration
@@ -31,9 +31,9 @@ from trainer.base.config import ConfigError
 from trainer.base.system import console
 from trainer.base.system.checkpoint_folder import latest_per_step, step_of
 from trainer.base.system.files import describe, is_temporary, sync, temporary_path
-from trainer.checkpoint import manifest, storage
+from trainer.checkpoint import manifest, tensor_files
 from trainer.checkpoint.manifest import CorruptError, File, Manifest
-from trainer.checkpoint.storage import TensorMetadata
+from trainer.checkpoint.tensor_files import TensorMetadata
 from trainer.runtime.distributed import all_gather_objects, run_on_rank_0
 from trainer.runtime.dtensor import local_region
 
@@ -79,7 +79,7 @@ def make_staging_dir(final: Path) -> Path:
                 if path.name.startswith("step-") and is_temporary(path):
                     shutil.rmtree(path, ignore_errors=True)
             staging_dir = temporary_path(final)
-            storage.retry_transient(staging_dir.mkdir)
+            tensor_files.retry_transient(staging_dir.mkdir)
             return staging_dir
         except OSError as error:
             return describe(error)
@@ -105,8 +105,8 @@ def save(
         CheckpointException: Any other error, which is a bug.
     """
     rank = 0 if group is None else dist.get_rank(group)
-    writer = storage.ShardWriter(staging_dir, partial(_commit, request, staging_dir))
-    planner = storage.Planner(plan)
+    writer = tensor_files.ShardWriter(staging_dir, partial(_commit, request, staging_dir))
+    planner = tensor_files.Planner(plan)
     try:
         with warnings.catch_warnings():
             # A single rank saves without collectives. They would run in a gloo thread with a separate OpenMP team: with more
@@ -131,9 +131,9 @@ def _commit(request: SaveRequest, staging_dir: Path, files: dict[str, File]) -> 
     """Write the files of the request and the manifest, then rename the staging folder to its final name."""
     final = request.final
     for name, content in request.files.items():
-        files[name] = storage.retry_transient(partial(manifest.write_file, staging_dir / name, content))
-    storage.retry_transient(lambda: manifest.write(staging_dir, Manifest(files, request.metadata)))
-    storage.retry_transient(partial(sync, staging_dir))
+        files[name] = tensor_files.retry_transient(partial(manifest.write_file, staging_dir / name, content))
+    tensor_files.retry_transient(lambda: manifest.write(staging_dir, Manifest(files, request.metadata)))
+    tensor_files.retry_transient(partial(sync, staging_dir))
     replaced = final.with_name(f"{final.name}.old")
     if final.exists():
         if replaced.exists():
@@ -190,11 +190,11 @@ def load(checkpoint: Path, tensors: Tensors, expected: set[str]) -> None:
     """Load the tensors in place from a verified checkpoint of any layout, collectively. expected: tensor names that the
     checkpoint may contain; "a" also allows all names that begin with "a/". Raises a ConfigError that lists mismatched tensors."""
     with manifest.damage_as_config_error(checkpoint):
-        index = storage.read_index(checkpoint)
+        index = tensor_files.read_index(checkpoint)
     problems = [f"{name} is not a tensor of this run" for name in index if not _is_expected(name, expected)]
     require_match(checkpoint, index, tensors, cast=False, problems=problems)
     targets = {name: local_region(tensor) for name, tensor in tensors.items()}
-    read_on_all_ranks(checkpoint, lambda: storage.read_regions(checkpoint, index, targets))
+    read_on_all_ranks(checkpoint, lambda: tensor_files.read_regions(checkpoint, index, targets))
 
 
 def _is_expected(name: str, expected: set[str]) -> bool:

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from models.components import CausalMask, attention_kernel, visible_keys
 from models.context import Context
-from models.spec import LayerKind, ParallelPlan
+from models.spec import LayerKind, Structure
 from trainer.base.config import ConfigError
 from trainer.base.config.checkpoints import resolve_checkpoint
 from trainer.checkpoint.formats.folders import open_weights, window_and_generation
@@ -174,17 +174,17 @@ class TextGenerator:
         sizes, ranks = weights.sizes.for_seq_len(max_seq_len), dist.get_world_size()
 
         def shard(model: nn.Module) -> None:
-            plan = model.plan()
-            for name in plan.tp_divisible:
+            structure = model.structure()
+            for name in structure.tp_divisible:
                 if getattr(sizes, name) % ranks:
                     message = f"the number of ranks, {ranks}, must divide {name} {getattr(sizes, name)} of {folder}"
                     raise ConfigError("", message)
             if ranks > 1:
                 mesh = init_device_mesh(device.type, (ranks,))
-                apply_tensor(model, plan, mesh, sequence_parallel=False, recompute_gathers=())
+                apply_tensor(model, structure, mesh, sequence_parallel=False, recompute_gathers=())
 
         model = build_model(weights, sizes, dtype, device, shard)
-        caches = _add_caches(model, model.plan(), sizes, max_seq_len, ranks, dtype, device)
+        caches = _add_caches(model, model.structure(), sizes, max_seq_len, ranks, dtype, device)
         eos = window_and_generation(folder)[1].get("eos_token_id")
         stop = {tokenizer.eos, *(eos if isinstance(eos, list) else [] if eos is None else [eos])}
         chat_template = chat_template or str(weights.template_file() or "")
@@ -246,7 +246,7 @@ class TextGenerator:
 
 def _add_caches(
     model: nn.Module,
-    plan: ParallelPlan,
+    structure: Structure,
     sizes: Any,
     max_seq_len: int,
     ranks: int,
@@ -256,13 +256,13 @@ def _add_caches(
     """Replace the kernels of attention by kernels with a KV cache, and return these. Raises ConfigError if memory is lacking."""
     caches = []
     try:
-        for name in plan.kinds:  # the kernels know which keys are visible
-            model.set_submodule(f"{plan.masks}.{name}", CausalMask(None))
-        blocks = model.get_submodule(plan.blocks_path).children()
-        for block, kind in zip(blocks, plan.layer_kinds, strict=True):
+        for name in structure.kinds:  # the kernels know which keys are visible
+            model.set_submodule(f"{structure.masks}.{name}", CausalMask(None))
+        blocks = model.get_submodule(structure.blocks_path).children()
+        for block, kind in zip(blocks, structure.layer_kinds, strict=True):
             shape = sizes.n_kv_heads // ranks, max_seq_len, sum(sizes.head_widths)
-            cache = CachedAttention(plan.kinds[kind], *shape, dtype, device)
-            block.set_submodule(plan.attention, cache)
+            cache = CachedAttention(structure.kinds[kind], *shape, dtype, device)
+            block.set_submodule(structure.attention, cache)
             caches.append(cache)
     except (RuntimeError, MemoryError):
         message = f"not enough memory for a KV cache of {max_seq_len} tokens; lower --max-seq-len"

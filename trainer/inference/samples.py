@@ -28,7 +28,7 @@ from trainer.state import is_due
 
 NON_FINITE = "(the model returns non-finite logits)"
 """End of a text that the model cannot continue."""
-_MARK = 0
+_READ_HERE = 0
 """Label of the position whose logits are read. All other positions have no label."""
 
 
@@ -49,7 +49,7 @@ class NextLogits:
                 group = mesh.get_group()
                 first_token = -(-weight.shape[0] // mesh.size()) * mesh.get_local_rank()
                 hidden, weight = hidden.to_local(), weight.to_local()
-            rows, positions = (labels == _MARK).nonzero(as_tuple=True)
+            rows, positions = (labels == _READ_HERE).nonzero(as_tuple=True)
             logits = F.linear(
                 hidden[rows, positions], weight.to(hidden.dtype)
             ).float()  # (marked rows, tokens on this rank)
@@ -136,7 +136,7 @@ class SampleGenerator:
         labels = torch.full_like(tokens, IGNORE_INDEX)
         for i, row in enumerate(rows):
             tokens[i, : len(row)] = torch.tensor(row)
-            labels[i, len(row) - 1] = _MARK
+            labels[i, len(row) - 1] = _READ_HERE
         positions = torch.arange(self.seq_len).repeat(size, 1)
         return Batch(tokens, labels, positions, torch.zeros_like(tokens), torch.arange(size)).to(self.device)
 

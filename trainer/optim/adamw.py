@@ -9,7 +9,7 @@ from torch.optim.adamw import adamw as fused_adamw
 
 from trainer.base.config import OptimizerConfig
 from trainer.optim.decay import cautious_factors
-from trainer.optim.quantization import BLOCK_SIZE, BlockQuantizer, is_quantizable
+from trainer.optim.quantized_moments import BLOCK_SIZE, BlockQuantizer, is_quantizable
 from trainer.runtime.device import DTYPES
 
 _CHUNK_VALUES = 2**23

@@ -97,12 +97,12 @@ def assign_owners(matrices: Sequence[Matrix], cost: Callable[[Matrix], float], n
         cost: Of a matrix.
         num_ranks: Number of ranks in the group.
     """
-    load = [0.0] * num_ranks
+    work = [0.0] * num_ranks
     for position, matrix in sorted(enumerate(matrices), key=lambda entry: -cost(entry[1])):
         whole = tuple(slice(0, size) for size in matrix.shape)
         holders = [rank for rank, region in matrix.regions.items() if region == whole]
-        matrix.owner = min(holders or range(num_ranks), key=lambda rank: (load[rank], rank))
-        load[matrix.owner] += cost(matrix)
+        matrix.owner = min(holders or range(num_ranks), key=lambda rank: (work[rank], rank))
+        work[matrix.owner] += cost(matrix)
         by_region: dict[tuple[int, ...], list[int]] = {}
         for rank, (rows, columns) in matrix.regions.items():
             by_region.setdefault((rows.start, rows.stop, columns.start, columns.stop), []).append(rank)

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from trainer.base.config import OptimizerConfig
 from trainer.optim.exchange import Sharding
-from trainer.optim.groups import Group
+from trainer.optim.parameter_groups import ParameterGroup
 from trainer.optim.rules import RULES, Updater
 from trainer.runtime.distributed import sum_over
 from trainer.runtime.dtensor import sharded_like, to_local
@@ -28,7 +28,7 @@ class Optimizer:
         self,
         parameters: Mapping[str, Tensor],
         config: OptimizerConfig,
-        groups: Sequence[Group],
+        groups: Sequence[ParameterGroup],
         ranks_per_stage: int,
         biases: Collection[str] = (),
         stage: ProcessGroup | None = None,

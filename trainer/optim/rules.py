@@ -38,7 +38,7 @@ class Rule:
     state_bytes: Callable[[Tensor, bool, OptimizerConfig], float]
     """Function (parameter, which may be on the meta device; whether it is a bias; settings) -> bytes of its state."""
     width_powers: Callable[[OptimizerConfig], Mapping[str, float]]
-    """Function (settings) -> kind of a parameter (models/width.py) -> power of base width / dim that multiplies its rate. Without
+    """Function (settings) -> role of a parameter (models/width.py) -> power of base width / dim that multiplies its rate. Without
     a power, the rate is that of the base width."""
 
 

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from models.grouped import GROUPED_PRODUCT
+from models.row_groups import GROUPED_PRODUCT
 from trainer.base.config import ActivationCheckpointConfig
 
 aten, collectives = torch.ops.aten, torch.ops._c10d_functional

@@ -16,7 +16,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_bloc
 
 from models.components import attention_kernel
 from models.context import Context
-from models.spec import LayerKind, ParallelPlan
+from models.spec import LayerKind, Structure
 from trainer.parallel.context import AllGatherAttention, all_gather_sequence, shard_tensor
 
 
@@ -152,7 +152,7 @@ def kernel_name(
 
 def apply_attention(
     model: nn.Module,
-    plan: ParallelPlan,
+    structure: Structure,
     cp: DeviceMesh,
     seq_len: int,
     by_document: bool,
@@ -169,13 +169,15 @@ def apply_attention(
         dtype: Dtype of the computation.
         recompute_gathers: Names of the blocks in which backward repeats the gather of keys and values.
     """
-    replaced = {name: kind for name, kind in plan.kinds.items() if not is_plain(kind, seq_len, cp.size(), by_document)}
+    replaced = {
+        name: kind for name, kind in structure.kinds.items() if not is_plain(kind, seq_len, cp.size(), by_document)
+    }
     for name, kind in replaced.items():
-        model.set_submodule(f"{plan.masks}.{name}", attention_backend.mask(kind, cp, by_document, dtype))
-    for name, block in model.get_submodule(plan.blocks_path).named_children():
-        if (kind := replaced.get(plan.layer_kinds[int(name)])) is None:
+        model.set_submodule(f"{structure.masks}.{name}", attention_backend.mask(kind, cp, by_document, dtype))
+    for name, block in model.get_submodule(structure.blocks_path).named_children():
+        if (kind := replaced.get(structure.layer_kinds[int(name)])) is None:
             continue
         kernel = attention_backend.attention(kind)
         if cp.size() > 1:
             kernel = AllGatherAttention(kernel, cp, name in recompute_gathers)
-        block.set_submodule(plan.attention, kernel)
+        block.set_submodule(structure.attention, kernel)

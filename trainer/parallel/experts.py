@@ -15,8 +15,8 @@ from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from models.grouped import permute
 from models.moe import Experts, MixtureOfExperts, Router
+from models.row_groups import permute
 from trainer.parallel.activation_checkpoint import Forward
 from trainer.parallel.tensor import Local
 

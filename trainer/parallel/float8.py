@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from models.spec import ParallelPlan, styles_in_blocks
+from models.spec import Structure, styles_in_blocks
 from trainer.adapters.select import pattern_hints
 from trainer.base.config import ConfigError, TrainingConfig
 from trainer.base.config.fields import matching
@@ -117,13 +117,13 @@ class Float8:
 NO_FLOAT8 = Float8(frozenset(), by_row=False)
 
 
-def resolve_float8(model: nn.Module, plan: ParallelPlan, config: TrainingConfig) -> Float8:
+def resolve_float8(model: nn.Module, structure: Structure, config: TrainingConfig) -> Float8:
     """Return the linear modules that the settings select: those of the blocks, without the excluded ones. Routers, experts, and
     the output are none of them.
 
     Args:
         model: The complete model.
-        plan: Names the blocks.
+        structure: Names the blocks.
         config: Names the recipe and the excluded modules.
 
     Raises:
@@ -131,7 +131,7 @@ def resolve_float8(model: nn.Module, plan: ParallelPlan, config: TrainingConfig)
     """
     if config.float8 == "none":
         return NO_FLOAT8
-    blocks = f"{plan.blocks_path}."
+    blocks = f"{structure.blocks_path}."
     linears = [n for n, m in model.named_modules() if type(m) is nn.Linear and n.startswith(blocks)]
     key, owners = "training.float8_exclude", [n for n, m in model.named_modules() if any(True for _ in m.parameters())]
     with pattern_hints(owners, "has no products in float8", of=key):
@@ -144,7 +144,7 @@ def resolve_float8(model: nn.Module, plan: ParallelPlan, config: TrainingConfig)
 def check_shapes(
     float8: Float8,
     model: nn.Module,
-    plan: ParallelPlan,
+    structure: Structure,
     dims: ParallelDims,
     config: TrainingConfig,
     sequence_parallel: bool,
@@ -154,14 +154,14 @@ def check_shapes(
     Args:
         float8: The modules.
         model: The complete model.
-        plan: Names the blocks.
+        structure: Names the blocks.
         dims: Degrees.
         config: Size of a microbatch.
         sequence_parallel: Whether tp ranks hold different tokens of the residual stream.
     """
     if not float8.modules:
         return
-    styles = styles_in_blocks(model, plan.blocks_path)
+    styles = styles_in_blocks(model, structure.blocks_path)
     batch, seq_len = config.local_batch_size, config.seq_len
     tp = f" with tp {dims.tp}" if dims.tp > 1 else ""
     for name, module in model.named_modules():

@@ -8,21 +8,21 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import Shard
 
 from models.moe import Experts
-from models.spec import ParallelPlan
+from models.spec import Structure
 from trainer.base.config import ParallelConfig
 from trainer.parallel.activation_checkpoint import run_hooks_outside_checkpoint
 from trainer.parallel.mesh import Meshes, ParallelDims
 from trainer.runtime.device import DTYPES
 
 
-def apply_fsdp(model: nn.Module, plan: ParallelPlan, meshes: Meshes, config: ParallelConfig, dtype: str) -> None:
+def apply_fsdp(model: nn.Module, structure: Structure, meshes: Meshes, config: ParallelConfig, dtype: str) -> None:
     """Make each block an FSDP unit, and put all remaining parameters into a root unit. The experts of a block are a unit inside
-    it, on the mesh of the experts. If config.fsdp_units is "separate", each group of modules in plan.fsdp_units is also a unit.
+    it, on the mesh of the experts. If config.fsdp_units is "separate", each group of modules in structure.fsdp_units is a unit.
     Gradients are summed, not averaged, because the loss is already divided by the number of its terms.
 
     Args:
         model: Not sharded by FSDP yet.
-        plan: Names the blocks and the other units.
+        structure: Names the blocks and the other units.
         meshes: The device meshes.
         config: Degrees, resharding, prefetching and precision.
         dtype: Dtype of gathered parameters and of the computation ("bf16", "fp32"). Shards keep the dtype of the parameters.
@@ -35,7 +35,7 @@ def apply_fsdp(model: nn.Module, plan: ParallelPlan, meshes: Meshes, config: Par
     reshard, reshard_last = _reshard(config)
     reshard_experts = reshard if isinstance(reshard, bool) else True  # groups of ranks belong to the model mesh
     blocks = []  # units of each block, in the order in which forward and backward use them
-    for block in model.get_submodule(plan.blocks_path).children():
+    for block in model.get_submodule(structure.blocks_path).children():
         experts = [module for module in block.modules() if isinstance(module, Experts)]
         for module in experts:
             placement = partial(_expert_placement, dims=meshes.dims)
@@ -45,10 +45,10 @@ def apply_fsdp(model: nn.Module, plan: ParallelPlan, meshes: Meshes, config: Par
         shard(block, reshard_after_forward=reshard)
         blocks.append([block, *experts])
     others = []  # one module of each unit outside the blocks
-    for names in plan.fsdp_units if config.fsdp_units == "separate" else ():
+    for names in structure.fsdp_units if config.fsdp_units == "separate" else ():
         modules = [module for module in map(model.get_submodule, names) if list(module.parameters())]
         if modules:  # otherwise another pipeline stage has this unit
-            shard(modules, reshard_after_forward=reshard_last if names == plan.fsdp_units[-1] else reshard)
+            shard(modules, reshard_after_forward=reshard_last if names == structure.fsdp_units[-1] else reshard)
             others.append(modules[0])
     shard(model, reshard_after_forward=reshard_last)
     for module in model.modules():

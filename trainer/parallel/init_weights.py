@@ -10,7 +10,7 @@ from torch import Generator, Tensor, nn
 
 from models.moe import is_stack
 from models.spec import saved_buffers
-from models.width import KINDS, width_kind
+from models.width import WIDTH_ROLES, width_role
 from trainer.adapters.select import LORA_A, LORA_B, init_adapter
 from trainer.base.config import LoraConfig
 from trainer.parallel.tensor import kept_ties
@@ -106,5 +106,5 @@ def _draw(
             init_adapter(lora, name, rows, generator)
         else:
             model.init_parameter(name, rows, generator)
-            rows *= width_ratio ** KINDS[width_kind(model, name)]
+            rows *= width_ratio ** WIDTH_ROLES[width_role(model, name)]
     return rows

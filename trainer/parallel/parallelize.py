@@ -36,7 +36,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
 from models.moe import MixtureOfExperts
-from models.spec import ParallelPlan
+from models.spec import Structure
 from trainer.adapters.nf4 import PAIRS_BYTES
 from trainer.base.config import ActivationCheckpointConfig, ParallelConfig
 from trainer.parallel.activation_checkpoint import RecomputePolicy, block_forward, recompute_policy
@@ -55,7 +55,7 @@ from trainer.runtime.device import DTYPES
 
 def parallelize(
     make_model: Callable[[], nn.Module],
-    plan: ParallelPlan,
+    structure: Structure,
     stages: list[Stage],
     meshes: Meshes,
     parallel: ParallelConfig,
@@ -68,12 +68,11 @@ def parallelize(
     adapt: Callable[[nn.Module], None] = lambda model: None,
     float8: Float8 = NO_FLOAT8,
 ) -> dict[Stage, nn.Module]:
-    """Return this rank's stages of the model, on the meta device and sharded by the plan. Without a pipeline, the full model is
-    one stage.
+    """Return this rank's stages of the model, on the meta device and sharded. Without a pipeline, the full model is one stage.
 
     Args:
         make_model: Returns the full model. It is called once for each stage, on the meta device.
-        plan: How the model may be sharded.
+        structure: How the model may be sharded.
         stages: This rank's stages.
         meshes: The device meshes.
         parallel: Degrees and schedules.
@@ -94,26 +93,26 @@ def parallelize(
     for stage in stages:
         with torch.device("meta"):
             model = make_model()
-        prune_to_stage(model, plan, stage)  # first: only the modules of the stage remain
+        prune_to_stage(model, structure, stage)  # first: only the modules of the stage remain
         apply_float8(model, float8)
-        blocks = dict(model.get_submodule(plan.blocks_path).named_children())
-        forms = block_forms(blocks, meshes.dims, plan, parallel, checkpointing, compiled)
-        recompute_gathers = {name for name, form in forms.items() if form.recomputes == "gathers"}
-        _speed_up([block for name, block in blocks.items() if not forms[name].compiled])
+        blocks = dict(model.get_submodule(structure.blocks_path).named_children())
+        executions = block_executions(blocks, meshes.dims, structure, parallel, checkpointing, compiled)
+        recompute_gathers = {name for name, execution in executions.items() if execution.recomputes == "gathers"}
+        _speed_up([block for name, block in blocks.items() if not executions[name].compiled])
         if tp.size() > 1:
-            apply_tensor(model, plan, tp, parallel.sequence_parallel, recompute_gathers)
+            apply_tensor(model, structure, tp, parallel.sequence_parallel, recompute_gathers)
         if meshes.experts is not None:
             apply_experts(model, tp, meshes.experts["ep"], parallel.sequence_parallel)
         storage.replace_weights(model, meshes)
         adapt(model)
         apply_attention(
-            model, plan, cp, seq_len, document_mask, DTYPES[storage.dtype], attention_backend, recompute_gathers
+            model, structure, cp, seq_len, document_mask, DTYPES[storage.dtype], attention_backend, recompute_gathers
         )
         for name, block in blocks.items():
-            _recompute_and_compile(block, forms[name], checkpointing)
+            _recompute_and_compile(block, executions[name], checkpointing)
         if checkpointing.offload_inputs:
-            offloader.apply([block for name, block in blocks.items() if forms[name].recomputes == "all"])
-        storage.provide(model, plan, meshes, parallel)
+            offloader.apply([block for name, block in blocks.items() if executions[name].recomputes == "all"])
+        storage.provide(model, structure, meshes, parallel)
         model_parts[stage] = model
     return model_parts
 
@@ -124,19 +123,21 @@ def _speed_up(uncompiled: Iterable[nn.Module]) -> None:
         apply_complex_rotation(block)
 
 
-def _recompute_and_compile(block: nn.Module, form: "BlockForm", checkpointing: ActivationCheckpointConfig) -> None:
+def _recompute_and_compile(
+    block: nn.Module, execution: "BlockExecution", checkpointing: ActivationCheckpointConfig
+) -> None:
     block.forward = block_forward(
         block.forward,
-        form.recomputes,
+        execution.recomputes,
         checkpointing,
-        form.compiled,
-        form.checkpoint_outside,
-        form.is_one_graph,
+        execution.compiled,
+        execution.checkpoint_outside,
+        execution.is_one_graph,
         is_trained=any(p.requires_grad for p in block.parameters()),
     )
 
 
-class BlockForm(NamedTuple):
+class BlockExecution(NamedTuple):
     """How a block is recomputed and compiled."""
 
     recomputes: RecomputePolicy
@@ -149,27 +150,27 @@ class BlockForm(NamedTuple):
     """Whether the checkpoint wraps the compiled block, instead of being a part of its graph."""
 
 
-def block_forms(
+def block_executions(
     blocks: Mapping[str, nn.Module],
     dims: ParallelDims,
-    plan: ParallelPlan,
+    structure: Structure,
     parallel: ParallelConfig,
     checkpointing: ActivationCheckpointConfig,
     compiled: bool,
-) -> dict[str, BlockForm]:
-    """Return name of a block -> its form.
+) -> dict[str, BlockExecution]:
+    """Return name of a block -> its execution.
 
     Args:
         blocks: By name, not parallelized.
         dims: See parallelize, also for the other arguments.
-        plan: Of the model.
+        structure: Of the model.
         parallel: Degrees and schedules.
         checkpointing: What blocks recompute.
         compiled: Whether to compile blocks.
     """
-    experts_fit = experts_are_one_graph(dims, plan, parallel)
+    experts_fit = experts_are_one_graph(dims, structure, parallel)
     gathers = dims.cp > 1 or (dims.tp > 1 and parallel.sequence_parallel)
-    forms = {}
+    executions = {}
     for name, block in blocks.items():
         has_experts = any(isinstance(module, MixtureOfExperts) for module in block.modules())
         is_one_graph = experts_fit or not has_experts
@@ -178,14 +179,14 @@ def block_forms(
         compiles = compiled and (is_one_graph or recomputes in ("nothing", "all"))
         # Before torch 2.13, a checkpoint in the graph saved the result of the experts too.
         outside = dims.tp > 1 or not is_one_graph or (has_experts and torch.__version__ < (2, 13))
-        forms[name] = BlockForm(recomputes, compiles, is_one_graph, outside)
-    return forms
+        executions[name] = BlockExecution(recomputes, compiles, is_one_graph, outside)
+    return executions
 
 
-def experts_are_one_graph(dims: ParallelDims, plan: ParallelPlan, parallel: ParallelConfig) -> bool:
+def experts_are_one_graph(dims: ParallelDims, structure: Structure, parallel: ParallelConfig) -> bool:
     """Return whether a block with experts can be compiled as one graph. Its graph breaks where FSDP gathers the experts, which
     are a unit of their own, and where the host reads the numbers of rows that ranks exchange."""
-    return dims.ep == 1 and not shards_parameters(dims, plan, parallel)
+    return dims.ep == 1 and not shards_parameters(dims, structure, parallel)
 
 
 def configure_compiler(

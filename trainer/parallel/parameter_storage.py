@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from models.spec import ParallelPlan, styles_in_blocks
+from models.spec import Structure, styles_in_blocks
 from trainer.adapters.nf4 import BLOCK, stored_bytes
 from trainer.base.config import ConfigError, ParallelConfig
 from trainer.parallel.fsdp import apply_fsdp
@@ -52,24 +52,24 @@ class ParameterStorage:
         if self.quantized:
             quantize_weights(model, self.quantized, self.is_double, meshes.model.device_type)
 
-    def provide(self, model: nn.Module, plan: ParallelPlan, meshes: Meshes, parallel: ParallelConfig) -> None:
+    def provide(self, model: nn.Module, structure: Structure, meshes: Meshes, parallel: ParallelConfig) -> None:
         """Make the forwards of blocks and of other units get their parameters, in place."""
-        if shards_parameters(meshes.dims, plan, parallel):
-            apply_fsdp(model, plan, meshes, parallel, self.dtype)
+        if shards_parameters(meshes.dims, structure, parallel):
+            apply_fsdp(model, structure, meshes, parallel, self.dtype)
         else:
-            cast_parameters(model, plan, DTYPES[self.dtype])
+            cast_parameters(model, structure, DTYPES[self.dtype])
 
 
-def shards_parameters(dims: ParallelDims, plan: ParallelPlan, parallel: ParallelConfig) -> bool:
+def shards_parameters(dims: ParallelDims, structure: Structure, parallel: ParallelConfig) -> bool:
     """Return whether FSDP manages the parameters. A single data-parallel rank needs FSDP only to shard experts, to offload
     parameters, or in a pipeline, whose schedules rely on FSDP to accumulate gradients."""
-    shards_experts = plan.has_experts and dims.efsdp > 1
+    shards_experts = structure.has_experts and dims.efsdp > 1
     return dims.dp_replicate * dims.fsdp > 1 or shards_experts or parallel.pp > 1 or parallel.cpu_offload
 
 
-def require_storable(quantized: Collection[str], model: nn.Module, plan: ParallelPlan, dims: ParallelDims) -> None:
+def require_storable(quantized: Collection[str], model: nn.Module, structure: Structure, dims: ParallelDims) -> None:
     """Raise ConfigError if this layout cannot keep the weights `quantized` in 4 bits. model: the complete model."""
-    styles = styles_in_blocks(model, plan.blocks_path)
+    styles = styles_in_blocks(model, structure.blocks_path)
     for name in sorted(quantized):
         columns = model.get_parameter(name).shape[-1]
         is_split = styles.get(name.removesuffix(".weight")) == "row"

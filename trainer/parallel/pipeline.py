@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
-from models.spec import ParallelPlan
+from models.spec import Structure
 from trainer.base.config import ConfigError, ParallelConfig
 from trainer.batch import Batch
 from trainer.objective.objective import Readout
@@ -72,10 +72,12 @@ def stages_per_rank(config: ParallelConfig) -> int:
     return config.pipeline_stages_per_rank or SCHEDULES[config.pipeline_schedule].stages_per_rank
 
 
-def partition_blocks(model: nn.Module, plan: ParallelPlan, config: ParallelConfig) -> list[Stage]:
+def partition_blocks(model: nn.Module, structure: Structure, config: ParallelConfig) -> list[Stage]:
     """Return all stages of the pipeline in order. Without a pipeline, the full model is one stage. Raises ConfigError if the
     blocks cannot be partitioned as configured. model: the full model, on the meta device."""
-    names = [f"{plan.blocks_path}.{name}" for name, _ in model.get_submodule(plan.blocks_path).named_children()]
+    names = [
+        f"{structure.blocks_path}.{name}" for name, _ in model.get_submodule(structure.blocks_path).named_children()
+    ]
     per_rank = stages_per_rank(config)
     count = config.pp * per_rank if config.pp > 1 else 1
     if len(names) < count:
@@ -85,7 +87,7 @@ def partition_blocks(model: nn.Module, plan: ParallelPlan, config: ParallelConfi
     if config.pp > 1 and config.pipeline_split_points:
         starts = [0, *_split_points(config.pipeline_split_points, names, count)]
     else:
-        starts = _balance_stages(_weights(model, plan), count)
+        starts = _balance_stages(_weights(model, structure), count)
     ends = [*starts[1:], len(names)]
     return [Stage(i, count, range(start, end)) for i, (start, end) in enumerate(zip(starts, ends, strict=True))]
 
@@ -104,7 +106,7 @@ def _split_points(split_points: Sequence[str], names: list[str], count: int) -> 
     return starts
 
 
-def _weights(model: nn.Module, plan: ParallelPlan) -> list[int]:
+def _weights(model: nn.Module, structure: Structure) -> list[int]:
     """Return the number of parameters of each block. The first block includes the modules before all blocks, and the last block
     includes the modules after all blocks. The embedding table takes little time, but its parameters are counted, because
     the first stage also holds the activations of more microbatches than later stages."""
@@ -112,9 +114,9 @@ def _weights(model: nn.Module, plan: ParallelPlan) -> list[int]:
     def parameters(module: nn.Module) -> int:
         return sum(p.numel() for p in module.parameters())
 
-    weights = [parameters(block) for block in model.get_submodule(plan.blocks_path).children()]
-    weights[0] += sum(parameters(model.get_submodule(name)) for name in plan.pre_blocks)
-    weights[-1] += sum(parameters(model.get_submodule(name)) for name in plan.post_blocks)
+    weights = [parameters(block) for block in model.get_submodule(structure.blocks_path).children()]
+    weights[0] += sum(parameters(model.get_submodule(name)) for name in structure.pre_blocks)
+    weights[-1] += sum(parameters(model.get_submodule(name)) for name in structure.post_blocks)
     return weights
 
 
@@ -154,13 +156,13 @@ class _PassThrough(nn.Module):
         return hidden
 
 
-def prune_to_stage(model: nn.Module, plan: ParallelPlan, stage: Stage) -> None:
+def prune_to_stage(model: nn.Module, structure: Structure, stage: Stage) -> None:
     """Remove the modules of other stages, in place. Remaining parameters keep their names."""
-    before = () if stage.is_first else plan.pre_blocks
-    after = () if stage.is_last else plan.post_blocks
+    before = () if stage.is_first else structure.pre_blocks
+    after = () if stage.is_last else structure.post_blocks
     for name in before + after:
         model.set_submodule(name, _PassThrough())
-    blocks = model.get_submodule(plan.blocks_path)
+    blocks = model.get_submodule(structure.blocks_path)
     for name, _ in list(blocks.named_children()):
         if int(name) not in stage.blocks:
             delattr(blocks, name)
@@ -246,7 +248,7 @@ class PipelineStep(Step):
         self.num_terms, self.results = num_terms, []
         batch = Batch.cat([self.shard_sequence(batch) for batch in microbatches])
         reference = {} if batch.reference is None else {"reference": batch.reference}
-        self.phases.start("pipeline")
+        self.timer.start("pipeline")
         self.schedule.step(
             *(batch.tokens for stage in self.model_parts if stage.is_first),
             target=batch.labels if any(stage.is_last for stage in self.model_parts) else None,

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
-from models.grouped import grouped_product
 from models.moe import Experts
+from models.row_groups import grouped_product
 from trainer.adapters.nf4 import (
     CODES,
     MAXIMA,

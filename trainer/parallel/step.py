@@ -14,7 +14,7 @@ from trainer.batch import Batch
 from trainer.objective.objective import Objective, Readout, by_name
 from trainer.parallel.fsdp import reshard_all
 from trainer.runtime.distributed import sum_over
-from trainer.runtime.phases import PhaseTimer
+from trainer.runtime.step_timer import StepTimer
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Step(ABC):
     """Function that maps a batch of full sequences to this rank's shard of each sequence."""
     batch_group: ProcessGroup
     """Group of the ranks that read different samples."""
-    phases: PhaseTimer
+    timer: StepTimer
     loss_group: ProcessGroup
     """Group of ranks that compute the loss of different tokens. All of them belong to the same pipeline stage."""
 
@@ -50,7 +50,7 @@ class Step(ABC):
             num_terms: Number of the objective's terms on all ranks, a scalar.
         """
         results = self._forward_backward(microbatches, num_terms.clamp(min=1))  # a batch may be all padding
-        self.phases.start("reduction")
+        self.timer.start("reduction")
         return by_name(self.objective, self._sum(results, self.objective))
 
     def evaluate(self, microbatches: Sequence[Batch], objective: Objective) -> EvaluationSums:
@@ -79,7 +79,7 @@ class Step(ABC):
     def _sum(self, results: Sequence[Tensor | None], readout: Readout) -> Tensor:
         """Return the sum over the microbatches and over loss_group, as a vector. PipelineStep adds the sum over the stages."""
         own = [result for result in results if result is not None]
-        total = _total(own) if own else torch.zeros(readout.shape, dtype=torch.float32, device=self.phases.device)
+        total = _total(own) if own else torch.zeros(readout.shape, dtype=torch.float32, device=self.timer.device)
         return sum_over(total.reshape(-1), self.loss_group)
 
 
@@ -109,9 +109,9 @@ class SpmdStep(Step):
         results = []
         for i, batch in enumerate(microbatches):
             self.start_microbatch(i == len(microbatches) - 1)
-            self.phases.start("forward")
+            self.timer.start("forward")
             result = self._forward(self.shard_sequence(batch), self.objective) / num_terms
-            self.phases.start("backward")
+            self.timer.start("backward")
             result.backward(torch.ones_like(result))  # only the loss has a gradient, metrics have none
             results.append(result.detach())
         return results

@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from models.spec import Head, ParallelPlan, tensor_styles
+from models.spec import Head, Structure, tensor_styles
 from trainer.parallel.saved_tensors import call_with_gathered
 
 
@@ -149,7 +149,7 @@ def _replicate(x: DTensor) -> DTensor:
 
 
 def styles(sequence_parallel: bool, recompute_all_gather: bool) -> dict[str, ParallelStyle]:
-    """Return a dict: name -> parallel style. ParallelPlan.tensor and the modules of the blocks (TENSOR) use these names."""
+    """Return a dict: name -> parallel style. Structure.tensor and the modules of the blocks (TENSOR) use these names."""
     residual = Shard(1) if sequence_parallel else Replicate()  # placement of a hidden state (batch, seq, dim)
     recompute = recompute_all_gather and sequence_parallel
     return {
@@ -168,9 +168,13 @@ def styles(sequence_parallel: bool, recompute_all_gather: bool) -> dict[str, Par
 
 
 def apply_tensor(
-    model: nn.Module, plan: ParallelPlan, mesh: DeviceMesh, sequence_parallel: bool, recompute_gathers: Collection[str]
+    model: nn.Module,
+    structure: Structure,
+    mesh: DeviceMesh,
+    sequence_parallel: bool,
+    recompute_gathers: Collection[str],
 ) -> None:
-    """Shard the modules that the plan names, in place.
+    """Shard the modules that the structure names, in place.
 
     Args:
         mesh: The tp axis.
@@ -179,11 +183,11 @@ def apply_tensor(
     """
     keeping, recomputing = (styles(sequence_parallel, recompute_all_gather=choice) for choice in (False, True))
     with kept_ties(model):
-        for name, style in plan.tensor.items():
+        for name, style in structure.tensor.items():
             module = model.get_submodule(name)
-            if list(module.parameters()):  # a pipeline stage does not have all modules of the plan
+            if list(module.parameters()):  # a pipeline stage does not have all modules of the structure
                 parallelize_module(module, mesh, keeping[style], src_data_rank=None)
-    for block_name, block in model.get_submodule(plan.blocks_path).named_children():
+    for block_name, block in model.get_submodule(structure.blocks_path).named_children():
         inside = recomputing if block_name in recompute_gathers else keeping
         for name, style in tensor_styles(block).items():
             parallelize_module(block.get_submodule(name), mesh, inside[style], src_data_rank=None)

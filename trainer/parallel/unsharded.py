@@ -7,23 +7,23 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from models.spec import ParallelPlan
+from models.spec import Structure
 from trainer.parallel.activation_checkpoint import Forward
 
 
-def cast_parameters(model: nn.Module, plan: ParallelPlan, dtype: torch.dtype) -> None:
-    """Make the forward of each block, and of each module in plan.fsdp_units, compute with parameters of this dtype, in place.
-    Parts of quantized weights stay as they are.
+def cast_parameters(model: nn.Module, structure: Structure, dtype: torch.dtype) -> None:
+    """Make the forward of each block, and of each module in structure.fsdp_units, compute with parameters of this dtype, in
+    place. Parts of quantized weights stay as they are.
 
     Each forward casts the module's parameters. The results replace the parameters in the module until its next forward, because
     recomputation in backward uses them too. Gradients flow to the original parameters, in the original dtype. The two largest
     tables are usually not copied: the head casts the output weight, and an embedding that only selects rows casts its result."""
     if all(p.dtype == dtype for p in model.parameters() if p.is_floating_point()):
         return
-    outside_blocks = [model.get_submodule(name) for names in plan.fsdp_units for name in names]
-    modules = [*model.get_submodule(plan.blocks_path).children(), *outside_blocks]
-    assert {p for m in modules for p in m.parameters()} == set(model.parameters()), "plan.fsdp_units is incomplete"
-    output = model.get_submodule(plan.post_blocks[-1])
+    outside_blocks = [model.get_submodule(name) for names in structure.fsdp_units for name in names]
+    modules = [*model.get_submodule(structure.blocks_path).children(), *outside_blocks]
+    assert {p for m in modules for p in m.parameters()} == set(model.parameters()), "structure.fsdp_units is incomplete"
+    output = model.get_submodule(structure.post_blocks[-1])
     for module in modules:
         # Subclasses also compute with the rows, and tensor parallelism communicates them.
         if type(module) is nn.Embedding and not isinstance(module.weight, DTensor):

@@ -5,20 +5,20 @@ import shutil
 import sysconfig
 from typing import Any, Literal
 
-from models.spec import ParallelPlan
+from models.spec import Structure
 from trainer.base.config import ConfigError, ParallelConfig
 from trainer.parallel.mesh import ParallelDims
 from trainer.parallel.pipeline import SCHEDULES, stages_per_rank
 
 
 def check_divisibility(
-    dims: ParallelDims, plan: ParallelPlan, sizes: Any, model: str, config: ParallelConfig, seq_len: int
+    dims: ParallelDims, structure: Structure, sizes: Any, model: str, config: ParallelConfig, seq_len: int
 ) -> None:
     """Raise ConfigError if the model cannot be sharded with these parallel degrees. model: name of the model."""
-    for name in plan.tp_divisible:
+    for name in structure.tp_divisible:
         if getattr(sizes, name) % dims.tp:
             raise ConfigError("parallel.tp", f"must divide {name} {getattr(sizes, name)} of {model}")
-    if plan.has_experts and sizes.n_experts % dims.ep:
+    if structure.has_experts and sizes.n_experts % dims.ep:
         raise ConfigError("parallel.ep", f"must divide n_experts {sizes.n_experts} of {model}")
     rows = -(-sizes.vocab_size // dims.tp)
     if rows * (dims.tp - 1) >= sizes.vocab_size:
@@ -26,9 +26,11 @@ def check_divisibility(
         raise ConfigError("parallel.tp", message)
     if dims.cp > 1 and seq_len % (2 * dims.cp):
         raise ConfigError("parallel.cp", f"2 x cp = {2 * dims.cp} must divide seq_len {seq_len}")
-    if (config.sequence_parallel or plan.has_experts) and seq_len // dims.cp % dims.tp:
+    if (config.sequence_parallel or structure.has_experts) and seq_len // dims.cp % dims.tp:
         local = f"seq_len {seq_len}" + (f" / cp {dims.cp} = {seq_len // dims.cp}" if dims.cp > 1 else "")
-        way_out = ": the tp ranks route different tokens" if plan.has_experts else "; or set sequence_parallel = false"
+        way_out = (
+            ": the tp ranks route different tokens" if structure.has_experts else "; or set sequence_parallel = false"
+        )
         raise ConfigError("parallel.tp", f"must divide {local}{way_out}")
 
 

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from models.moe import CorrectedRouter, is_stack
-from models.spec import Model, ModelSpec, ParallelPlan
+from models.spec import Model, ModelSpec, Structure
 from trainer.adapters.select import TrainedParameters, frozen_vocabulary, trained_base
 from trainer.base.config import Config, ParallelConfig
 from trainer.base.config.schema import facts
@@ -17,13 +17,13 @@ from trainer.run.resolve_optimizer import ResolvedOptimizer
 
 
 def model_facts(
-    model: nn.Module, plan: ParallelPlan, name: str, parallel: ParallelConfig, compiled: bool, on_gpu: bool
+    model: nn.Module, structure: Structure, name: str, parallel: ParallelConfig, compiled: bool, on_gpu: bool
 ) -> dict[Fact, Known]:
     """Return what is known before the degrees are divided.
 
     Args:
         model: The complete model.
-        plan: How it may be sharded.
+        structure: How it may be sharded.
         name: Of the model, for messages.
         parallel: Degrees and schedule.
         compiled: Whether blocks are compiled.
@@ -32,9 +32,9 @@ def model_facts(
     has_correction = any(isinstance(module, CorrectedRouter) for module in model.modules())
     installed = f"{torch.__version__} is installed"
     return {
-        facts.HAS_EXPERTS: Known(plan.has_experts, f"{name} has none"),
+        facts.HAS_EXPERTS: Known(structure.has_experts, f"{name} has none"),
         facts.HAS_CORRECTION: Known(has_correction, f"those of {name} have none"),
-        facts.TIED: Known(bool(plan.tied)),
+        facts.TIED: Known(bool(structure.tied)),
         facts.SPLITS_BACKWARD: Known(splits_backward(parallel)),
         facts.COMPILED: Known(compiled),
         facts.GPU: Known(on_gpu),
@@ -63,13 +63,13 @@ def trained_facts(
         trained: The trained parameters.
         optimizer: Their groups.
     """
-    plan, has_adapters = model.plan(), config.lora.rank is not None
+    structure, has_adapters = model.structure(), config.lora.rank is not None
     stack = next((name for name in trained.adapted if is_stack(model, name)), "")
-    base = trained_base(model, plan, trained) if has_adapters else ""
-    frozen = frozen_vocabulary(model, plan, trained)
+    base = trained_base(model, structure, trained) if has_adapters else ""
+    frozen = frozen_vocabulary(model, structure, trained)
     unsupported = unsupported_by_peft(PeftNames(spec, sizes), trained) if has_adapters else ""
     return {
-        facts.FSDP: Known(shards_parameters(dims, plan, config.parallel)),
+        facts.FSDP: Known(shards_parameters(dims, structure, config.parallel)),
         facts.ADAPTED_EXPERTS: Known(bool(stack), f"such as {stack}"),
         facts.TRAINED_BASE: Known(bool(base), f"{base}, see [lora] train_fully"),
         facts.FROZEN_VOCABULARY: Known(bool(frozen), f"[lora] train_fully must include {frozen}"),

@@ -17,7 +17,7 @@ from trainer.run.resolve import ResolvedRun
 from trainer.run.sinks.delivery import close_sinks
 from trainer.run.sinks.sink import Sink
 from trainer.runtime import device as devices
-from trainer.runtime.phases import PhaseTimer
+from trainer.runtime.step_timer import StepTimer
 from trainer.state import TrainState
 
 _NOT_TRAINING = ("evaluation", "samples", "checkpoint", "profiling")
@@ -32,13 +32,13 @@ class Metrics:
     training: TrainingConfig
     resolved: ResolvedRun
     device: torch.device
-    phases: PhaseTimer
+    timer: StepTimer
     sinks: Sequence[Sink]
     samples_per_epoch: int
 
     def rewind(self, step: int) -> None:
         """Remove the records of all steps after `step`, because training continues from `step`."""
-        self.phases.clear()
+        self.timer.clear()
         self.first_step = self.recorded_step = step
         for sink in self.sinks:
             sink.rewind(step)
@@ -55,11 +55,11 @@ class Metrics:
         """Context manager that times a section on the host. It yields a function that returns the seconds since the start. The
         section is also a phase."""
         start = time.perf_counter()
-        self.phases.start(name)
+        self.timer.start(name)
         try:
             yield lambda: time.perf_counter() - start
         finally:
-            self.phases.start("other")
+            self.timer.start("other")
             self.spent[name] = self.spent.get(name, 0.0) + time.perf_counter() - start
 
     def due(self, step: int) -> bool:
@@ -70,9 +70,9 @@ class Metrics:
         """Record a step whose work on the device is complete. objective: number of target tokens or pairs over all ranks, and the
         objective's metrics."""
         now = time.perf_counter()
-        self.phases.start("metrics")  # writing this record belongs to the next window
+        self.timer.start("metrics")  # writing this record belongs to the next window
         step, spent, training = state.step, self.spent, self.training
-        phases, not_training = self.phases.take_seconds(), sum(spent.get(name, 0.0) for name in _NOT_TRAINING)
+        phases, not_training = self.timer.take_seconds(), sum(spent.get(name, 0.0) for name in _NOT_TRAINING)
         num_steps = step - self.recorded_step
         step_time = (now - self.window_start - not_training) / num_steps
         num_samples = training.batch_size(step)  # of each step: no record spans a change
@@ -113,7 +113,7 @@ class Metrics:
         self.log_event(record)
         self.recorded_step = step
         self.start(now)
-        self.phases.start("other")
+        self.timer.start("other")
 
     def log_saves(self, saves: Iterable[SaveResult]) -> None:
         for save in saves:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 
 from models.spec import meta_model
-from models.width import KINDS, width_kind
+from models.width import WIDTH_ROLES, width_role
 from trainer.adapters.select import excessive_rank, expert_adapters, unaligned_rank
 from trainer.base.config import Config, EvaluationConfig, SamplesConfig, TrainingConfig
 from trainer.base.system import console
@@ -16,7 +16,7 @@ from trainer.checkpoint.resume import ResumePoint
 from trainer.data.build import Datasets
 from trainer.evaluate import EvalSet
 from trainer.parallel.attention import kernel_name
-from trainer.parallel.parallelize import block_forms
+from trainer.parallel.parallelize import block_executions
 from trainer.run.resolve import ResolvedRun
 from trainer.run.resources import checkpoint_bytes, disk_free, remaining_checkpoints
 from trainer.run.training_data import epochs_of, target_share
@@ -56,7 +56,7 @@ def model_notes(config: Config, resolved: ResolvedRun, device: torch.device) -> 
         Note("ranks", f"{dims.world_size} x {devices.name(device)} ({dims})"),
         Note("computation", f"{training.compute_dtype}{compiled}, {order}"),
     ]
-    if quantized := resolved.storage.quantized:
+    if quantized := resolved.parameter_storage.quantized:
         size = f"{resolved.base_bytes / GIB:.3g} GiB in all"
         notes.append(
             Note("base model", f"{counted(len(quantized), 'weight')} in 4 bits ({config.lora.base_dtype}), {size}")
@@ -78,7 +78,7 @@ def attention_note(config: Config, resolved: ResolvedRun, device: torch.device) 
     q = 1, sizes.n_heads // dims.tp, seq_len // dims.cp, width
     k, v = ((1, sizes.n_kv_heads // dims.tp, seq_len, w) for w in (width, v_width))
     dtype, by_document = DTYPES[config.training.compute_dtype], config.data.document_mask
-    kinds = resolved.plan.kinds.values()
+    kinds = resolved.structure.kinds.values()
     names = (kernel_name(kind, (q, k, v), dims.cp, by_document, dtype, device) for kind in kinds)
     return Note("attention", ", ".join(dict.fromkeys(names)))
 
@@ -103,7 +103,7 @@ def width_transfer(config: Config, resolved: ResolvedRun) -> str:
     model = meta_model(resolved.spec.model, resolved.sizes)
     factors: dict[float, list[str]] = {}
     for name, _ in model.named_parameters():
-        factors.setdefault(resolved.optimizer.width_ratio ** KINDS[width_kind(model, name)], []).append(name)
+        factors.setdefault(resolved.optimizer.width_ratio ** WIDTH_ROLES[width_role(model, name)], []).append(name)
     changed = [f"{names[0]}{' ...' if len(names) > 1 else ''} x {f:g}" for f, names in factors.items() if f != 1]
     return f"{line}; initial values: {', '.join([*changed, 'others x 1'])}"
 
@@ -113,19 +113,19 @@ def compiled_blocks(config: Config, resolved: ResolvedRun) -> str:
     if not resolved.compiled:
         return ""
     blocks = dict(
-        meta_model(resolved.spec.model, resolved.sizes).get_submodule(resolved.plan.blocks_path).named_children()
+        meta_model(resolved.spec.model, resolved.sizes).get_submodule(resolved.structure.blocks_path).named_children()
     )
-    forms = block_forms(
-        blocks, resolved.dims, resolved.plan, config.parallel, config.activation_checkpoint, resolved.compiled
+    executions = block_executions(
+        blocks, resolved.dims, resolved.structure, config.parallel, config.activation_checkpoint, resolved.compiled
     )
-    whole = sum(form.is_one_graph for form in forms.values())
-    if whole == len(forms):
+    whole = sum(execution.is_one_graph for execution in executions.values())
+    if whole == len(executions):
         return "compiled"
-    compiled = sum(form.compiled for form in forms.values())
+    compiled = sum(execution.compiled for execution in executions.values())
     numbers = {
         "compiled": whole,
         "compiled except around experts": compiled - whole,
-        "uncompiled": len(forms) - compiled,
+        "uncompiled": len(executions) - compiled,
     }
     return ", ".join(f"{counted(number, 'block')} {how}" for how, number in numbers.items() if number)
 
@@ -148,7 +148,7 @@ def _float8_warnings(config: Config, resolved: ResolvedRun, device: torch.device
     if not resolved.float8.modules:
         return []
     lines = []
-    if resolved.plan.has_experts:
+    if resolved.structure.has_experts:
         lines.append(
             f"training.float8 = {config.training.float8}: products of experts stay in {config.training.compute_dtype}"
         )

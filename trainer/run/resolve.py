@@ -7,7 +7,7 @@ from typing import Any
 
 from models import MODELS
 from models.sizes import text_of
-from models.spec import Model, ModelSpec, ParallelPlan, SizeError, meta_model, saved_buffers, saved_weights
+from models.spec import Model, ModelSpec, SizeError, Structure, meta_model, saved_buffers, saved_weights
 from trainer.adapters.select import TrainedParameters, select_parameters, select_quantized
 from trainer.base.config import Config, ConfigError, ModelConfig, ProfilingConfig, compatibility, errors_about
 from trainer.base.config.fields import Setting, coerce, parse_text, settings, type_name
@@ -35,7 +35,7 @@ class ResolvedRun:
     """Family and size, or the folder or Hub name of the model. It is used in messages."""
     spec: ModelSpec
     sizes: Any
-    plan: ParallelPlan
+    structure: Structure
     dims: ParallelDims
     stages: list[Stage]
     hidden_shape: tuple[int, int, int]
@@ -51,7 +51,7 @@ class ResolvedRun:
     trained: TrainedParameters
     num_trained: int
     """Number of trained values, of which a checkpoint consists."""
-    storage: ParameterStorage
+    parameter_storage: ParameterStorage
     """How parameters are kept between uses."""
     optimizer: ResolvedOptimizer
     float8: Float8
@@ -77,7 +77,7 @@ def resolve(config: Config, world_size: int) -> ResolvedRun:
     family, sizes = resolve_model(config.model)
     spec, sizes = MODELS[family], _for_seq_len(sizes, config.training.seq_len, config.model.overrides)
     model = meta_model(spec.model, sizes)
-    plan = model.plan()
+    structure = model.structure()
     of_folder = is_from_pretrained(config, "model.huggingface")
     folder = config.model.pretrained if of_folder else config.model.huggingface
     name = folder or f"{family}/{config.model.size}"
@@ -85,25 +85,25 @@ def resolve(config: Config, world_size: int) -> ResolvedRun:
     on_gpu = config.run.device != "cpu" and devices.gpu_count() > 0
     compiled = resolve_compilation(config.compile.enabled, config.parallel, on_gpu)
     # Before the degrees: ep of a model without experts has no right value but 1.
-    known = model_facts(model, plan, name, config.parallel, compiled, on_gpu)
+    known = model_facts(model, structure, name, config.parallel, compiled, on_gpu)
     compatibility.check(config, known)
     dims = ParallelDims.from_config(config.parallel, world_size)
     check_stages_per_rank(config.parallel)
     _check_profiled_rank(config.profiling, world_size)
     if training.epochs is None:
         require_profiled_step(config.profiling, training.steps)
-    check_divisibility(dims, plan, sizes, name, config.parallel, training.seq_len)
+    check_divisibility(dims, structure, sizes, name, config.parallel, training.seq_len)
     _check_batch_sizes(config, dims)
-    trained = select_parameters(model, plan, config.lora)
-    quantized = select_quantized(model, plan, config.lora)
-    require_storable(quantized, model, plan, dims)
-    storage = ParameterStorage(
+    trained = select_parameters(model, structure, config.lora)
+    quantized = select_quantized(model, structure, config.lora)
+    require_storable(quantized, model, structure, dims)
+    parameter_storage = ParameterStorage(
         dtype=training.compute_dtype, quantized=quantized, is_double=config.lora.quantizes_scales
     )
-    stages = partition_blocks(model, plan, config.parallel)
-    _check_stages(config, plan, stages, trained)
-    float8 = resolve_float8(model, plan, training)
-    check_shapes(float8, model, plan, dims, training, config.parallel.sequence_parallel)
+    stages = partition_blocks(model, structure, config.parallel)
+    _check_stages(config, structure, stages, trained)
+    float8 = resolve_float8(model, structure, training)
+    check_shapes(float8, model, structure, dims, training, config.parallel.sequence_parallel)
     buffers = frozenset(saved_buffers(model))
     optimizer = resolve_optimizer(config.optimizer, model, trained, sizes, name)
     compatibility.check(config, known | trained_facts(config, model, spec, sizes, dims, trained, optimizer))
@@ -114,7 +114,7 @@ def resolve(config: Config, world_size: int) -> ResolvedRun:
         model_name=name,
         spec=spec,
         sizes=sizes,
-        plan=plan,
+        structure=structure,
         dims=dims,
         stages=stages,
         hidden_shape=(training.local_batch_size, training.seq_len // sequence_shards, sizes.dim),
@@ -124,11 +124,11 @@ def resolve(config: Config, world_size: int) -> ResolvedRun:
         compiled=compiled,
         grad_accum=training.largest_batch_size // (training.local_batch_size * dims.batch),
         num_parameters=sum(p.numel() for p in model.parameters()),
-        base_bytes=storage.parameter_bytes(model, DTYPES[training.parameter_dtype]),
+        base_bytes=parameter_storage.parameter_bytes(model, DTYPES[training.parameter_dtype]),
         trained=trained,
         num_trained=sum(p.numel() for p in trained.tensors(model).values()),
         optimizer=optimizer,
-        storage=storage,
+        parameter_storage=parameter_storage,
         flops_per_token=trained.flops_per_token(model, training.seq_len),
         fingerprint=_fingerprint(config)
         | {FAMILY: family}
@@ -165,13 +165,13 @@ def _check_batch_sizes(config: Config, dims: ParallelDims) -> None:
                 raise ConfigError(key, error.message) from None
 
 
-def _check_stages(config: Config, plan: ParallelPlan, stages: list[Stage], trained: TrainedParameters) -> None:
+def _check_stages(config: Config, structure: Structure, stages: list[Stage], trained: TrainedParameters) -> None:
     """Raise ConfigError if a pipeline rank has no trained parameter."""
     for rank in range(config.parallel.pp if config.lora.rank else 0):
         own = stages_of_rank(stages, rank, config.parallel)
-        modules = [f"{plan.blocks_path}.{i}" for stage in own for i in stage.blocks]
-        modules += plan.pre_blocks if any(stage.is_first for stage in own) else ()
-        modules += plan.post_blocks if any(stage.is_last for stage in own) else ()
+        modules = [f"{structure.blocks_path}.{i}" for stage in own for i in stage.blocks]
+        modules += structure.pre_blocks if any(stage.is_first for stage in own) else ()
+        modules += structure.post_blocks if any(stage.is_last for stage in own) else ()
         if not any(name.startswith(f"{module}.") for name in trained.names for module in modules):
             message = f"rank {rank} of the pipeline ({', '.join(modules)}) would have no trained parameter"
             raise ConfigError("lora.targets", message)
@@ -231,11 +231,11 @@ def resolve_model(config: ModelConfig) -> tuple[str, Any]:
             family, sizes = read_architecture(Path(config.huggingface))
     elif family not in MODELS:
         raise ConfigError("model.name", f"expected one of {', '.join(MODELS)}{did_you_mean(family, MODELS)}")
-    elif config.size not in MODELS[family].sizes:
-        by_name = MODELS[family].sizes
+    elif config.size not in MODELS[family].by_size:
+        by_name = MODELS[family].by_size
         message = f"expected one of {', '.join(by_name)} for {family}{did_you_mean(config.size, by_name)}"
         raise ConfigError("model.size", message)
-    sizes = sizes or MODELS[family].sizes[config.size]
+    sizes = sizes or MODELS[family].by_size[config.size]
     values, types = asdict(sizes), {field.name: field.type for field in fields(sizes)}
     for name, value in config.overrides.items():
         key = f"model.overrides.{name}"

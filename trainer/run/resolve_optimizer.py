@@ -6,13 +6,13 @@ from typing import Any
 
 from torch import Tensor
 
-from models.spec import Model, ParallelPlan, is_bias
-from models.width import width_kind
+from models.spec import Model, Structure, is_bias
+from models.width import width_role
 from trainer.adapters.select import TrainedParameters, adaptable_weights
 from trainer.base.config import ConfigError, OptimizerConfig
 from trainer.base.system.files import digest, short_digest
-from trainer.optim import quantization
-from trainer.optim.groups import Group, resolve_groups
+from trainer.optim import quantized_moments
+from trainer.optim.parameter_groups import ParameterGroup, resolve_groups
 from trainer.optim.rules import RULES
 
 
@@ -20,7 +20,7 @@ from trainer.optim.rules import RULES
 class ResolvedOptimizer:
     """What follows from the optimizer's settings for a model."""
 
-    groups: tuple[Group, ...]
+    groups: tuple[ParameterGroup, ...]
     """The parameter groups of the complete model."""
     width_ratio: float
     """Width at which rates were tuned, divided by that of the model."""
@@ -49,15 +49,15 @@ def resolve_optimizer(
     Raises:
         ConfigError: The model cannot be trained with these settings.
     """
-    plan = model.plan()
+    structure = model.structure()
     tensors = trained.tensors(model)
     num_trained = sum(p.numel() for p in tensors.values())
     biases = {n for n in trained.fully if is_bias(model, n)}
-    muon_matrices = _muon_matrices(model, plan)
+    muon_matrices = _muon_matrices(model, structure)
     width_ratio = _width_ratio(config, sizes, name)
-    kinds = {n: width_kind(model, n) for n in tensors if width_ratio != 1}
+    width_roles = {n: width_role(model, n) for n in tensors if width_ratio != 1}
     others = _untrained(model, trained)
-    groups = resolve_groups(config, tensors, biases, muon_matrices, others, kinds, width_ratio)
+    groups = resolve_groups(config, tensors, biases, muon_matrices, others, width_roles, width_ratio)
     rules = {n: RULES[group.rule] for group in groups for n in group.names}
     average_bytes = 0 if config.ema_decay is None else 4
 
@@ -78,7 +78,9 @@ def resolve_optimizer(
     )
 
 
-def _fingerprint(config: OptimizerConfig, groups: Collection[Group], muon_matrices: Collection[str]) -> dict[str, Any]:
+def _fingerprint(
+    config: OptimizerConfig, groups: Collection[ParameterGroup], muon_matrices: Collection[str]
+) -> dict[str, Any]:
     """Return what a checkpoint must agree with: state that it lacks cannot be continued."""
     fingerprint: dict[str, Any] = {}
     if config.ema_decay is not None:
@@ -102,9 +104,9 @@ def _width_ratio(config: OptimizerConfig, sizes: Any, name: str) -> float:
     return config.base_width / sizes.dim
 
 
-def _muon_matrices(model: Model, plan: ParallelPlan) -> set[str]:
+def _muon_matrices(model: Model, structure: Structure) -> set[str]:
     """Return the names of the matrices that Muon may update: those of products with hidden states, inside the blocks."""
-    return {name for name in adaptable_weights(model) if name.startswith(f"{plan.blocks_path}.")}
+    return {name for name in adaptable_weights(model) if name.startswith(f"{structure.blocks_path}.")}
 
 
 def _untrained(model: Model, trained: TrainedParameters) -> dict[str, str]:
@@ -126,9 +128,11 @@ def _fp32_moments(matrices: Mapping[str, Tensor], num_trained: int, name: str) -
     Raises:
         ConfigError: No matrix can have 8-bit moments.
     """
-    quantized = {n: p for n, p in matrices.items() if quantization.is_quantizable(p)}
+    quantized = {n: p for n, p in matrices.items() if quantized_moments.is_quantizable(p)}
     if not quantized:
-        message = f"8bit needs matrices with row lengths divisible by {quantization.BLOCK_SIZE}, but {name} has none"
+        message = (
+            f"8bit needs matrices with row lengths divisible by {quantized_moments.BLOCK_SIZE}, but {name} has none"
+        )
         raise ConfigError("optimizer.state_dtype", message)
     others = {n: p for n, p in matrices.items() if n not in quantized}
-    return quantization.note_of_fp32_moments(others, num_trained)
+    return quantized_moments.note_of_fp32_moments(others, num_trained)

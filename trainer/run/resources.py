@@ -86,7 +86,7 @@ def minimum_memory(config: Config, resolved: ResolvedRun, own: OwnParameters) ->
     accumulated = 0
     if resolved.grad_accum > 1 and not config.training.reduce_every_microbatch:
         # FSDP accumulates gradients that are neither reduced nor sharded. Without FSDP, the sum of more than two is fp32.
-        sharded = shards_parameters(resolved.dims, resolved.plan, parallel)
+        sharded = shards_parameters(resolved.dims, resolved.structure, parallel)
         unsharded_width = 4 if resolved.grad_accum > 2 else 0
         width = DTYPES[parallel.reduce_dtype].itemsize if sharded else unsharded_width
         accumulated = ((count - own.experts) * dims.fsdp + own.experts * dims.efsdp) * width

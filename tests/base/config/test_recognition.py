@@ -10,7 +10,7 @@ from trainer.base.config import ConfigError
 from trainer.base.config.recognition import (
     ADAPTER,
     CHECKPOINT,
-    KINDS,
+    FOLDERS,
     MODEL,
     PEFT,
     Folder,
@@ -128,6 +128,6 @@ def test_published_files_are_recognised_by_their_names():
 
 
 def test_each_row_that_is_wrong_for_a_use_says_what_is_wrong():
-    for kind in KINDS:
+    for kind in FOLDERS:
         assert kind.what or kind.concerns == kind.serves, kind.name
         assert kind.serves <= kind.concerns, kind.name

@@ -291,9 +291,9 @@ def test_a_folder_or_its_configuration_replaces_name_and_size(tmp_path):
 
 def test_a_published_size_is_recognized(tmp_path):
     spec = MODELS["llama3.1"]
-    config = write_config(spec.huggingface, spec.sizes["8b"], 8192)
+    config = write_config(spec.huggingface, spec.by_size["8b"], 8192)
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert resolve_model(ModelConfig(huggingface=str(tmp_path))) == ("llama3.1", spec.sizes["8b"])
+    assert resolve_model(ModelConfig(huggingface=str(tmp_path))) == ("llama3.1", spec.by_size["8b"])
 
 
 @pytest.mark.parametrize(
@@ -312,12 +312,12 @@ def test_an_unreadable_configuration_is_one_line(tmp_path, content, problem):
     assert str(error.value) == f"model.huggingface: {problem.format(folder=tmp_path)}"
 
 
-ALL_SIZES = [(family, size) for family, spec in MODELS.items() for size in spec.sizes]
+ALL_SIZES = [(family, size) for family, spec in MODELS.items() for size in spec.by_size]
 
 
 @pytest.mark.parametrize(("family", "size"), ALL_SIZES)
 def test_every_size_round_trips_through_the_configuration(family, size):
-    hf, sizes = MODELS[family].huggingface, MODELS[family].sizes[size]
+    hf, sizes = MODELS[family].huggingface, MODELS[family].by_size[size]
     if family.startswith("llama") and sizes.rope_factor == 1:
         sizes = dataclasses.replace(sizes, original_seq_len=8192)  # it has no effect
     config = json.loads(json.dumps(write_config(hf, sizes, 2048)))
@@ -333,7 +333,7 @@ EXPORTED = ["phi", "smollm3", "gemma2", "olmo3"]
 def test_a_debug_size_exports_a_model_that_transformers_computes(family, tmp_path):
     """Without windows, and with a vocabulary below transformers' default of pad_token_id."""
     spec = MODELS[family]
-    sizes = spec.sizes["debug"]
+    sizes = spec.by_size["debug"]
     if family in ("gemma2", "olmo3"):
         sizes = dataclasses.replace(sizes, window=None, layer_types=("full",))
     model, (tokens, *rest) = spec.model(sizes.for_seq_len(SEQ)), inputs()
@@ -347,7 +347,7 @@ def test_a_debug_size_exports_a_model_that_transformers_computes(family, tmp_pat
 
 @pytest.mark.parametrize("family", ["mixtral", "gpt-oss"])
 def test_peft_trains_the_other_parameters_of_a_model_with_experts(family):
-    names = PeftNames(MODELS[family], MODELS[family].sizes["debug"])
+    names = PeftNames(MODELS[family], MODELS[family].by_size["debug"])
     assert names.unsupported(["layers.0.attention.wq.weight", "layers.0.feed_forward.router.weight"]) == ""
     stack = "layers.0.feed_forward.experts.w1"
     problem = "contains the matrices of all experts, and peft cannot train them fully"
@@ -382,7 +382,7 @@ ATTENTION, EXPERTS = "layers.0.attention.wq.weight", "layers.{}.feed_forward.exp
     ],
 )
 def test_adapters_that_peft_cannot_load_are_refused(family, adapted, problem):
-    names = PeftNames(MODELS[family], MODELS[family].sizes["debug"])
+    names = PeftNames(MODELS[family], MODELS[family].by_size["debug"])
     assert names.unsupported_adapters(adapted) == problem
 
 

@@ -344,7 +344,7 @@ def test_a_folder_that_is_no_adapter_is_described(tmp_path, files, what, monkeyp
     monkeypatch.setattr("trainer.checkpoint.formats.initial_weights.run_on_rank_0", lambda work: work())
     spec = MODELS["llama3"]
     with pytest.raises(ConfigError) as error:
-        load_adapter(LoraConfig(init_from=str(folder)), spec, spec.sizes["debug"], {}, {}, "")
+        load_adapter(LoraConfig(init_from=str(folder)), spec, spec.by_size["debug"], {}, {}, "")
     assert error.value.key == "lora.init_from" and error.value.message.startswith(f"{folder} {what}")
 
 

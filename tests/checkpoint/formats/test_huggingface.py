@@ -28,7 +28,7 @@ from trainer.checkpoint.formats.huggingface import HuggingFaceWeights
 from trainer.checkpoint.formats.huggingface_writer import write_huggingface
 from trainer.checkpoint.formats.native_writer import write_checkpoint
 from trainer.checkpoint.formats.weights import Weights
-from trainer.checkpoint.storage import read_index, read_rows
+from trainer.checkpoint.tensor_files import read_index, read_rows
 from trainer.data.tokenizer.backends import load_tokenizer
 from trainer.runtime.device import memory_now, memory_peak
 from trainer.runtime.dtensor import to_local
@@ -279,7 +279,7 @@ def test_a_run_exports_its_model_at_the_end(ranks, tiny, tmp_path):
 # ------------------------------------------------------------ names, sizes, rows
 
 
-@pytest.mark.parametrize("sizes", [s for spec in (LLAMA2, LLAMA3, LLAMA3_1, LLAMA3_2) for s in spec.sizes.values()])
+@pytest.mark.parametrize("sizes", [s for spec in (LLAMA2, LLAMA3, LLAMA3_1, LLAMA3_2) for s in spec.by_size.values()])
 def test_sizes_round_trip_through_the_config(sizes):
     assert read_sizes(LLAMA3.huggingface, write_config(LLAMA3.huggingface, sizes, 2048)) == (
         sizes if sizes.rope_factor != 1 else LlamaSizes(**vars(sizes) | {"original_seq_len": 8192})
@@ -297,7 +297,7 @@ def test_rope_permutation_round_trips():
 
 
 INTEGER, NUMBER, NAN = "an integer from 1 to 2**24", "a number from 1e-30 to 1e30", math.nan
-SCALING = write_config(LLAMA3.huggingface, LLAMA3_1.sizes["8b"], 128)["rope_scaling"]
+SCALING = write_config(LLAMA3.huggingface, LLAMA3_1.by_size["8b"], 128)["rope_scaling"]
 
 
 @pytest.mark.parametrize(
@@ -335,7 +335,7 @@ SCALING = write_config(LLAMA3.huggingface, LLAMA3_1.sizes["8b"], 128)["rope_scal
     ],
 )
 def test_unsupported_config_is_rejected(tmp_path, change, problem):
-    config = write_config(LLAMA3.huggingface, LLAMA3.sizes["debug"], 128) | change
+    config = write_config(LLAMA3.huggingface, LLAMA3.by_size["debug"], 128) | change
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError) as error:
         HuggingFaceWeights.open(tmp_path, MODELS["llama3"])
@@ -343,13 +343,13 @@ def test_unsupported_config_is_rejected(tmp_path, change, problem):
 
 
 def test_null_in_the_config_stands_for_the_default():
-    config = write_config(LLAMA3.huggingface, LLAMA2.sizes["7b"], 128) | {
+    config = write_config(LLAMA3.huggingface, LLAMA2.by_size["7b"], 128) | {
         "max_position_embeddings": None,
         "rope_theta": None,
         "rope_scaling": None,
     }
     assert (
-        read_sizes(LLAMA3.huggingface, config) == LLAMA2.sizes["7b"]
+        read_sizes(LLAMA3.huggingface, config) == LLAMA2.by_size["7b"]
         and read_seq_len(LLAMA3.huggingface, config) == 2048
     )
 
@@ -449,7 +449,7 @@ def test_a_checkpoint_whose_tensors_contradict_its_model_is_refused(ranks, hf_mo
 
 
 def folder_of(tmp_path, weight_map=None):
-    (tmp_path / "config.json").write_text(json.dumps(write_config(LLAMA3.huggingface, LLAMA3.sizes["debug"], 128)))
+    (tmp_path / "config.json").write_text(json.dumps(write_config(LLAMA3.huggingface, LLAMA3.by_size["debug"], 128)))
     save_file({"model.norm.weight": torch.ones(128)}, tmp_path / "model.safetensors")
     if weight_map is not None:
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))

@@ -14,7 +14,7 @@ from trainer.run.metrics import Metrics
 from trainer.run.sinks import build_sinks
 from trainer.run.sinks.delivery import Delivery, HistoryLost, Service
 from trainer.run.sinks.local import JsonLines
-from trainer.runtime.phases import PhaseTimer
+from trainer.runtime.step_timer import StepTimer
 
 
 class Memory(Service):
@@ -259,7 +259,7 @@ def test_all_services_end_at_the_same_time(tmp_path, service, capsys):
 
     run, nothing, cpu = logged_run(tmp_path), SimpleNamespace(), torch.device("cpu")
     sinks = [JsonLines(run), Delivery(Slow, run), Delivery(type("Slower", (Slow,), {}), run)]
-    metrics = Metrics(nothing, nothing, nothing, cpu, PhaseTimer(cpu), sinks, 1)
+    metrics = Metrics(nothing, nothing, nothing, cpu, StepTimer(cpu), sinks, 1)
     metrics.rewind(0)
     metrics.log_event(record(1, 1.0))
     with patient(60.0):
@@ -293,7 +293,7 @@ def test_a_sink_of_ones_own_is_a_small_class(tmp_path):
 
     sink, nothing = Lines(), SimpleNamespace()
     cpu = torch.device("cpu")
-    metrics = Metrics(nothing, nothing, nothing, cpu, PhaseTimer(cpu), [sink], 1)
+    metrics = Metrics(nothing, nothing, nothing, cpu, StepTimer(cpu), [sink], 1)
     metrics.rewind(0)
     for step in (1, 2, 3):
         metrics.log_event({"kind": "eval", "step": step, "loss": 1.0})

@@ -97,7 +97,7 @@ def test_compiled_blocks_dequantize_a_matrix_in_one_kernel():
         num_bytes.append(sum(count * moved for (_, _, moved), count in plan.op_costs.items()))
     resolved = resolve(load_config([*TWO_BLOCKS, *flags]), 1)
     model = meta_model(resolved.spec.model, resolved.sizes)
-    values = sum(model.get_parameter(name).numel() for name in resolved.storage.quantized)
+    values = sum(model.get_parameter(name).numel() for name in resolved.parameter_storage.quantized)
     fp32_values = 2 * resolved.grad_accum * values * 4  # in forward and in backward
     assert num_bytes[1] - num_bytes[0] > 4 * fp32_values
 
@@ -178,7 +178,7 @@ def test_traffic_is_recorded_by_axis():
 @pytest.mark.parametrize("imbalance", [0.0, 0.5])
 def test_products_and_traffic_of_experts_are_those_of_the_formula(imbalance):
     """One layer on four ranks: ep 2, and two ranks shard the experts of each."""
-    sizes, tokens, local = MODELS["mixtral"].sizes["debug"], 2 * 128, 4
+    sizes, tokens, local = MODELS["mixtral"].by_size["debug"], 2 * 128, 4
     flags = ["--model.name", "mixtral", "--parallel.ep", "2", "--model.overrides.n_layers", "1"]
     (plan,) = planned(4, *EIGHT, *flags, model=TWO_BLOCKS[:-2], imbalance=imbalance)
     sent, matrix = tokens * sizes.experts_per_token, 256 * sizes.hidden_dim
@@ -211,7 +211,7 @@ def test_muon_sends_every_matrix_to_its_owner_and_back():
 
 def one_layer():
     spec = MODELS["mixtral"]
-    return spec.model, replace(spec.sizes["debug"], dim=256, n_layers=1)
+    return spec.model, replace(spec.by_size["debug"], dim=256, n_layers=1)
 
 
 def test_the_busiest_rank_of_ep_needs_memory_for_its_rows():

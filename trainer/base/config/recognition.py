@@ -1,4 +1,4 @@
-"""What a folder is, what is wrong with it for a use, and the way out: one function, `recognise`, with one table, `KINDS`.
+"""What a folder is, what is wrong with it for a use, and the way out: one function, `recognise`, with one table, `FOLDERS`.
 
 Everything that a user names as a model or an adapter passes through it: checkpoint.init_from, lora.init_from, model.huggingface,
 --from, tokenizer.path, data.chat_template, the scripts, `load_model`, and a model of the Hub before it is downloaded. It looks at
@@ -194,7 +194,7 @@ _FOR_ADAPTER = frozenset[Use]({"adapter"})
 _COMPLETE = "use it as checkpoint.init_from"
 
 # fmt: off
-KINDS = (
+FOLDERS = (
     # The first row that concerns the use and is found decides.
     _Kind(name=ADAPTER, files=re.escape(MANIFEST), sign=_of_adapter, concerns=_OWN, serves=_OWN - _PARTS - {"model"},
           what="contains only an adapter", way_out="write a complete model (scripts/convert_hf.py merge {path} FOLDER), or "
@@ -283,7 +283,7 @@ class Folder:
     """What a folder is."""
 
     kind: str
-    """Name of a row of KINDS."""
+    """Name of a row of FOLDERS."""
     problem: str = ""
     """What is wrong with it for its use, and the way out, without its name. Empty: nothing."""
 
@@ -306,7 +306,7 @@ def recognise_published(names: Iterable[str], use: Use) -> Folder:
 
 
 def _recognise(contents: _Contents, use: Use) -> Folder:
-    for kind in KINDS:
+    for kind in FOLDERS:
         names = contents.matching(kind.files) if kind.files else []
         if use not in kind.concerns or (kind.files and not names) or (sign := kind.sign(contents, names)) is None:
             continue
@@ -337,7 +337,7 @@ def is_adapter(folder: Path) -> bool:
 def unread_weights(folder: Path) -> list[str]:
     """Return the files with weights in other formats, beside the safetensors files that are read."""
     contents = _Contents(folder, sorted(os.listdir(folder)))
-    return sorted({name for kind in KINDS if kind.are_weights for name in contents.matching(kind.files)})
+    return sorted({name for kind in FOLDERS if kind.are_weights for name in contents.matching(kind.files)})
 
 
 def is_lfs_pointer(content: bytes) -> bool:

@@ -118,7 +118,7 @@ class MergedWeights(Weights):
         quantized: frozenset[str] = frozenset()
         if into_quantized:
             model = meta_model(own.spec.model, own.sizes)
-            quantized = select_quantized(model, model.plan(), adapter.config)
+            quantized = select_quantized(model, model.structure(), adapter.config)
             if not quantized:
                 reason = f"because {own.folder} was trained on a base model that is not quantized"
                 raise ConfigError("", f"--into quantized has no effect, {reason}")

@@ -32,7 +32,7 @@ from trainer.base.config.recognition import recognise, require, unread_weights
 from trainer.base.config.tokenizer_and_template import template_file
 from trainer.base.system.files import LARGEST_JSON, digest, digest_of
 from trainer.checkpoint import manifest
-from trainer.checkpoint.formats import fp8
+from trainer.checkpoint.formats import fp8_blocks
 from trainer.checkpoint.formats.huggingface_files import (
     DescribedModel,
     file_inside,
@@ -41,10 +41,10 @@ from trainer.checkpoint.formats.huggingface_files import (
     read_object,
 )
 from trainer.checkpoint.formats.mxfp4 import GROUP, PackedStack, decode, packed_stacks
-from trainer.checkpoint.formats.quantization import quantization_problem
+from trainer.checkpoint.formats.quantized_weights import quantization_problem
 from trainer.checkpoint.formats.weights import Region, Weights, require_parameters
 from trainer.checkpoint.manifest import CorruptError
-from trainer.checkpoint.storage import DTYPE_OF, Chunk, TensorMetadata, read_regions, read_rows
+from trainer.checkpoint.tensor_files import DTYPE_OF, Chunk, TensorMetadata, read_regions, read_rows
 from trainer.runtime.distributed import all_gather_objects
 
 _ROWS = 4096
@@ -53,7 +53,7 @@ _ROWS = 4096
 
 def _stored_tensors(folder: Path, with_fp8: bool) -> dict[str, TensorMetadata]:
     """Return tensor name in Hugging Face's format -> dtype, shape and file. with_fp8: whether tensors may be float8."""
-    dtypes = DTYPE_OF | {"F8_E4M3": fp8.VALUES} if with_fp8 else DTYPE_OF
+    dtypes = DTYPE_OF | {"F8_E4M3": fp8_blocks.VALUES} if with_fp8 else DTYPE_OF
     files, index = {"": "model.safetensors"}, "model.safetensors.index.json"
     if (folder / index).exists():
         files = read_object(folder / index).get("weight_map")
@@ -76,15 +76,15 @@ def _stored_tensors(folder: Path, with_fp8: bool) -> dict[str, TensorMetadata]:
 
 def _decoded_tensors(
     folder: Path, model: DescribedModel
-) -> tuple[dict[str, TensorMetadata], dict[str, PackedStack], dict[str, fp8.ScaledMatrix]]:
+) -> tuple[dict[str, TensorMetadata], dict[str, PackedStack], dict[str, fp8_blocks.ScaledMatrix]]:
     """Return the tensors by their names in the files, each quantized one as what it stands for, and the quantized ones of each
     format. Raises CorruptError, or ConfigError if a format cannot be read."""
-    block = fp8.block_size(model.config)
+    block = fp8_blocks.block_size(model.config)
     quantizations = {*model.spec.huggingface.quantizations, *(() if block is None else ("fp8",))}
     if problem := quantization_problem(model.config, quantizations) or recognise(folder, "weights").problem:
         raise ConfigError("", f"{folder} {problem}")
     stored = _stored_tensors(folder, with_fp8=block is not None)
-    scaled = {} if block is None else fp8.scaled_matrices(stored, block)
+    scaled = {} if block is None else fp8_blocks.scaled_matrices(stored, block)
     packed = packed_stacks(stored) if "mxfp4" in quantizations else {}
     if packed and not model.config.get("quantization_config"):
         first = next(iter(packed.values()))
@@ -183,7 +183,7 @@ class HuggingFaceWeights(Weights):
     """Name of a tensor of the text model -> its name in the files."""
     packed: Mapping[str, PackedStack]
     """Name in the files -> tensor that is stored in the format MXFP4."""
-    scaled: Mapping[str, fp8.ScaledMatrix]
+    scaled: Mapping[str, fp8_blocks.ScaledMatrix]
     """Name in the files -> matrix that is stored in the format FP8."""
     ignored: Collection[str]
     """Modules that are not part of the model, although the files have their tensors."""
@@ -285,7 +285,7 @@ class HuggingFaceWeights(Weights):
         if (matrix := self.scaled.get(key)) is None:
             return values
         with open_tensors(self.folder / matrix.scales_file) as others:
-            return fp8.decode(values, others.get_tensor(matrix.scales), matrix.block, *ranges)
+            return fp8_blocks.decode(values, others.get_tensor(matrix.scales), matrix.block, *ranges)
 
     def _read_stacked(
         self, tensors: Any, name: str, stack: StoredStack, rows: slice, columns: slice | None = None

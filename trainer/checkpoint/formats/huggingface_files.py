@@ -109,4 +109,4 @@ def family_of(spec: ModelSpec, sizes: Any) -> str:
     """Return the name of the first family with these sizes among those that share the format of `spec`, or of the first such
     family."""
     families = [name for name, other in MODELS.items() if other.huggingface is spec.huggingface]
-    return next((name for name in families if sizes in MODELS[name].sizes.values()), families[0])
+    return next((name for name in families if sizes in MODELS[name].by_size.values()), families[0])

@@ -33,7 +33,7 @@ from trainer.checkpoint.formats.streaming import (
 )
 from trainer.checkpoint.formats.tokenizer_files import exported_files
 from trainer.checkpoint.formats.weights import Weights
-from trainer.checkpoint.storage import TensorWrite, write_safetensors
+from trainer.checkpoint.tensor_files import TensorWrite, write_safetensors
 
 
 def write_huggingface(

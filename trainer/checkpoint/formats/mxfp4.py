@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from trainer.checkpoint.manifest import CorruptError
-from trainer.checkpoint.storage import Chunk, TensorMetadata
+from trainer.checkpoint.tensor_files import Chunk, TensorMetadata
 
 GROUP = 32
 """Number of values that share a scale."""

@@ -13,7 +13,7 @@ from trainer.checkpoint import manifest, resume
 from trainer.checkpoint.formats.model_metadata import ModelMetadata
 from trainer.checkpoint.formats.weights import Region, Weights, require_parameters
 from trainer.checkpoint.manifest import CorruptError
-from trainer.checkpoint.storage import read_index, read_regions
+from trainer.checkpoint.tensor_files import read_index, read_regions
 
 _TRAINED, _AVERAGED = "model/", "average/"
 """Beginnings of the names that a parameter and its average have in a checkpoint."""

@@ -21,7 +21,7 @@ from trainer.checkpoint.formats.streaming import (
 )
 from trainer.checkpoint.formats.weights import Weights
 from trainer.checkpoint.manifest import Manifest
-from trainer.checkpoint.storage import INDEX, Chunk, TensorMetadata, TensorWrite, index_text, write_safetensors
+from trainer.checkpoint.tensor_files import INDEX, Chunk, TensorMetadata, TensorWrite, index_text, write_safetensors
 
 
 def require_new_folder(folder: Path) -> None:

@@ -27,7 +27,7 @@ from trainer.checkpoint.commit import Tensors, require_match
 from trainer.checkpoint.formats.huggingface_files import file_inside, open_tensors, read_object
 from trainer.checkpoint.formats.streaming import layer_order
 from trainer.checkpoint.manifest import CorruptError
-from trainer.checkpoint.storage import DTYPE_OF, TensorMetadata
+from trainer.checkpoint.tensor_files import DTYPE_OF, TensorMetadata
 from trainer.runtime.dtensor import local_region
 
 PEFT_CONFIG, PEFT_TENSORS = "adapter_config.json", "adapter_model.safetensors"

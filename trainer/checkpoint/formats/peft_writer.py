@@ -24,7 +24,7 @@ from trainer.checkpoint.formats.peft import (
 )
 from trainer.checkpoint.formats.streaming import layer_order
 from trainer.checkpoint.formats.tokenizer_files import exported_files
-from trainer.checkpoint.storage import TensorWrite, write_safetensors
+from trainer.checkpoint.tensor_files import TensorWrite, write_safetensors
 
 
 def write_peft(adapter: Adapter, out: Path) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from trainer.base.system.units import GIB
-from trainer.checkpoint.storage import TensorWrite
+from trainer.checkpoint.tensor_files import TensorWrite
 
 SHARD_BYTES = 5 * GIB
 """Maximum size of a file with weights, unless another one is asked for."""

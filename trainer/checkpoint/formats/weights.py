@@ -23,7 +23,7 @@ from trainer.base.system.files import LARGEST_JSON, digest_of
 from trainer.checkpoint import manifest
 from trainer.checkpoint.commit import Tensors, read_on_all_ranks, require_match
 from trainer.checkpoint.formats.model_metadata import CHAT_TEMPLATE, ModelMetadata
-from trainer.checkpoint.storage import TensorMetadata
+from trainer.checkpoint.tensor_files import TensorMetadata
 from trainer.runtime.dtensor import local_region
 
 Region = tuple[slice, ...]

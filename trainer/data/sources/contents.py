@@ -1,4 +1,4 @@
-"""What a file of data is, which type of dataset reads it, and what to do if none does: one table, `KINDS`.
+"""What a file of data is, which type of dataset reads it, and what to do if none does: one table, `FILES`.
 
 A file's first bytes decide, and for a table of values, which is plain text, the ending of its name. In a folder, endings decide.
 """
@@ -83,7 +83,7 @@ LFS_POINTER = Kind(
 UTF_16 = Kind(name="UTF-16 text", sign=_is_utf16, way_out=_TO_UTF8)
 
 # fmt: off
-KINDS = (
+FILES = (
     # The first row that is found decides.
     Kind(name="a Parquet table", sign=_starts(b"PAR1"), endings=(".parquet",), reader="parquet"),
     Kind(name="an Arrow table", sign=_starts(ARROW_FILE, b"\xff\xff\xff\xff"), endings=(".arrow", ".feather"),
@@ -115,7 +115,7 @@ def _compressions(reader: str) -> tuple[str, ...]:
     return ("", *COMPRESSED) if reader in ("text", "jsonl", "csv") else ("",)
 
 
-_OF_ENDING = {e + compressed: kind for kind in KINDS for compressed in _compressions(kind.reader) for e in kind.endings}
+_OF_ENDING = {e + compressed: kind for kind in FILES for compressed in _compressions(kind.reader) for e in kind.endings}
 
 
 def recognise(head: bytes, path: str) -> Kind | None:
@@ -126,7 +126,7 @@ def recognise(head: bytes, path: str) -> Kind | None:
         path: Path of the file.
     """
     by_ending = kind_of_ending(ending_of(path))
-    return next((kind for kind in KINDS if kind.sign(head) and (by_ending is kind or not kind.needs_ending)), None)
+    return next((kind for kind in FILES if kind.sign(head) and (by_ending is kind or not kind.needs_ending)), None)
 
 
 def kind_of_ending(ending: str) -> Kind | None:
@@ -135,7 +135,7 @@ def kind_of_ending(ending: str) -> Kind | None:
 
 def endings_of(reader: str) -> tuple[str, ...]:
     """Return the endings of the files that a type of dataset reads in a folder. Those of compressed files come last."""
-    endings = [ending for kind in KINDS if kind.reader == reader for ending in kind.endings]
+    endings = [ending for kind in FILES if kind.reader == reader for ending in kind.endings]
     return tuple(ending + compressed for compressed in _compressions(reader) for ending in endings)
 
 

@@ -157,7 +157,7 @@ def representative_ranks(resolved: ResolvedRun) -> list[int]:
 def check_imbalance(imbalance: float, resolved: ResolvedRun) -> None:
     """Raise ConfigError if no rank of a run can have this imbalance. imbalance: as in `estimate`."""
     option, ep = f"--expert-imbalance {imbalance:g}", resolved.dims.ep
-    if imbalance and not resolved.plan.has_experts:
+    if imbalance and not resolved.structure.has_experts:
         raise ConfigError("", f"{option}: has no effect, because {resolved.model_name} has no experts")
     if imbalance and ep == 1:
         raise ConfigError(

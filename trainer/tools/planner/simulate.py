@@ -172,7 +172,7 @@ def _simulate(job: tuple[Config, int], world_size: int, on_gpu: bool, imbalance:
     pipelined = resolved.dims.pp > 1
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     with own_groups():
-        meshes = Meshes(resolved.dims, CPU, None, resolved.plan.has_experts, resolved.exchanges_matrices)
+        meshes = Meshes(resolved.dims, CPU, None, resolved.structure.has_experts, resolved.exchanges_matrices)
     parts = build_model_parts(config, resolved, meshes, FAKE_GPU_KERNELS if on_gpu else CPU_BACKEND)
     recorder = Recorder(on_gpu)
     with (

@@ -94,7 +94,7 @@ def build_step(config: Config) -> tuple[Engine, Callable[[], None]]:
     """Return an engine on this rank's CPU, and a function that runs one training step on random tokens."""
     cpu, training = torch.device("cpu"), config.training
     resolved = resolve(config, dist.get_world_size())
-    meshes = Meshes(resolved.dims, cpu, None, resolved.plan.has_experts, resolved.exchanges_matrices)
+    meshes = Meshes(resolved.dims, cpu, None, resolved.structure.has_experts, resolved.exchanges_matrices)
     parts = build_model_parts(config, resolved, meshes, CPU_BACKEND)
     engine = Engine(config, resolved, cpu, meshes, parts, build_objective(config, resolved, meshes))
     engine.initialize(loaded=())

@@ -134,29 +134,31 @@ def _losses_detached() -> AbstractContextManager:
 def _divided_by_one_microbatch() -> AbstractContextManager:
     """Divide the losses of routers by half the samples of a step, which has two microbatches."""
     original = ExpertLoad.start_step
-    return patch.object(ExpertLoad, "start_step", lambda load, num_samples: original(load, num_samples // 2))
+    return patch.object(
+        ExpertLoad, "start_step", lambda expert_load, num_samples: original(expert_load, num_samples // 2)
+    )
 
 
 def _load_of_one_rank() -> AbstractContextManager:
     original = ExpertLoad.take
 
-    def take(load: ExpertLoad) -> dict[str, Tensor]:
+    def take(expert_load: ExpertLoad) -> dict[str, Tensor]:
         with patch.object(balance, "sum_over", lambda counts, group: counts):
-            return original(load)
+            return original(expert_load)
 
     return patch.object(ExpertLoad, "take", take)
 
 
 def _correct_each_microbatch(engine: Engine) -> None:
-    step, load = engine.forward_backward, engine.expert_load
-    if not isinstance(step, SpmdStep) or load is None:
+    step, expert_load = engine.forward_backward, engine.expert_load
+    if not isinstance(step, SpmdStep) or expert_load is None:
         return
     start, microbatches = step.start_microbatch, itertools.count()
 
     def start_microbatch(is_last: bool) -> None:
         if next(microbatches):
-            load.take()
-            load.correct(torch.tensor(False))
+            expert_load.take()
+            expert_load.correct(torch.tensor(False))
         start(is_last)
 
     step.start_microbatch = start_microbatch
@@ -169,7 +171,7 @@ def _factors_of_experts(change: Callable[[Tensor], Tensor]) -> AbstractContextMa
 
 
 def _has_experts(config: Config, resolved: ResolvedRun) -> bool:
-    return resolved.plan.has_experts
+    return resolved.structure.has_experts
 
 
 def _trains_experts(config: Config, resolved: ResolvedRun) -> bool:
@@ -181,15 +183,15 @@ def _adapts_experts(config: Config, resolved: ResolvedRun) -> bool:
 
 
 def _has_balance_loss(config: Config, resolved: ResolvedRun) -> bool:
-    return resolved.plan.has_experts and config.experts.balance_loss > 0
+    return resolved.structure.has_experts and config.experts.balance_loss > 0
 
 
 def _has_corrections(config: Config, resolved: ResolvedRun) -> bool:
-    return resolved.plan.has_experts and config.experts.bias_rate > 0
+    return resolved.structure.has_experts and config.experts.bias_rate > 0
 
 
 def _is_quantized(config: Config, resolved: ResolvedRun) -> bool:
-    return bool(resolved.storage.quantized)
+    return bool(resolved.parameter_storage.quantized)
 
 
 def _scales_cast() -> AbstractContextManager:
@@ -284,7 +286,7 @@ BUGS = {
         ("cp=2 data.document_mask=false",),
         lambda: _after_init(Mask, lambda mask: setattr(mask, "window", mask.window and mask.window + 1)),
         applies=lambda config, resolved: any(
-            kind.has_window(config.training.seq_len) for kind in resolved.plan.kinds.values()
+            kind.has_window(config.training.seq_len) for kind in resolved.structure.kinds.values()
         ),
         leaks=True,
     ),
@@ -341,7 +343,7 @@ BUGS = {
         ("tp=2",), _z_loss_of_a_shard, applies=lambda config, resolved: config.training.z_loss > 0
     ),
     "scales of quantized weights cast to bf16": Bug(
-        ("dp_shard=2", "tp=2"), _scales_cast, applies=lambda config, resolved: resolved.storage.is_double
+        ("dp_shard=2", "tp=2"), _scales_cast, applies=lambda config, resolved: resolved.parameter_storage.is_double
     ),
     "codes of quantized weights cut at a wrong row": Bug(("dp_shard=2", "tp=2"), _shifted_rows, applies=_is_quantized),
     "float8 scales that are no powers of two": Bug(

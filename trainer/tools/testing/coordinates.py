@@ -62,12 +62,12 @@ def measure(config: Config) -> dict[tuple[str, str], float]:
 @torch.no_grad()
 def _activations(engine: Engine, resolved: ResolvedRun, batch: Batch) -> dict[str, Tensor]:
     """Return the activations of a batch by name. Those of several blocks are stacked."""
-    (model,), plan = engine.model_parts.values(), resolved.plan
+    (model,), structure = engine.model_parts.values(), resolved.structure
     modules = {
-        "embedding": [model.get_submodule(plan.pre_blocks[0])],
-        "last norm": [model.get_submodule(plan.post_blocks[0])],
+        "embedding": [model.get_submodule(structure.pre_blocks[0])],
+        "last norm": [model.get_submodule(structure.post_blocks[0])],
     }
-    blocks = list(model.get_submodule(plan.blocks_path).children())
+    blocks = list(model.get_submodule(structure.blocks_path).children())
     modules |= {"attention": [b.attention for b in blocks], "feed-forward": [b.feed_forward for b in blocks]}
     found: dict[str, list[Tensor]] = {name: [] for name in modules}
     hooks = [

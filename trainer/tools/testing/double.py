@@ -14,7 +14,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from models import grouped
+from models import row_groups
 from trainer.optim import optimizer
 from trainer.parallel import float8
 from trainer.runtime.device import DTYPES
@@ -55,7 +55,7 @@ def double_precision() -> Iterator[None]:
             patch.object(Tensor, "float", Tensor.double),
             patch.object(float8, "cast", round_significand),
             patch.object(float8, "multiply", dequantize_and_multiply),
-            patch.object(grouped, "_are_aligned", lambda *tensors: False),  # torch's kernel refuses double precision
+            patch.object(row_groups, "_are_aligned", lambda *tensors: False),  # torch's kernel refuses double precision
             patch.object(optimizer, "_grad_norms", _grad_norms),
         ):
             yield

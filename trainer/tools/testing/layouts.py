@@ -12,7 +12,7 @@ from trainer.base.system.spelling import did_you_mean
 from trainer.parallel.pipeline import SCHEDULES, min_microbatches
 from trainer.run.resolve import resolve
 
-DEBUG_FAMILIES = [name for name, spec in MODELS.items() if "debug" in spec.sizes]
+DEBUG_FAMILIES = [name for name, spec in MODELS.items() if "debug" in spec.by_size]
 """Model families with a size for a laptop."""
 _CHANGING_BATCH = "training.batch_schedule.1=48 training.batch_schedule.2=32"
 PARITY_MATRIX = [

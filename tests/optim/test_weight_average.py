@@ -9,9 +9,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from trainer.base.config import OptimizerConfig
-from trainer.optim.average import WeightAverage
-from trainer.optim.groups import resolve_groups
 from trainer.optim.optimizer import optimizer_class
+from trainer.optim.parameter_groups import resolve_groups
+from trainer.optim.weight_average import WeightAverage
 from trainer.parallel.fsdp import reshard_all
 from trainer.runtime.dtensor import to_local
 

@@ -7,7 +7,7 @@ from tests.optim.test_offload import argv
 from tests.training_runs import records, train
 from trainer.base.config import ConfigError
 from trainer.base.config.load import load_config
-from trainer.optim.quantization import BLOCK_SIZE, BlockQuantizer, _values, is_quantizable
+from trainer.optim.quantized_moments import BLOCK_SIZE, BlockQuantizer, _values, is_quantizable
 from trainer.run.resolve import resolve
 from trainer.tools.planner.simulate import simulate
 

@@ -7,8 +7,8 @@ from trainer.base.config import ConfigError, OptimizerConfig
 from trainer.base.config.load import load_config
 from trainer.base.config.render import to_toml
 from trainer.base.config.toml_text import toml_value
-from trainer.optim.groups import resolve_groups
 from trainer.optim.optimizer import optimizer_class
+from trainer.optim.parameter_groups import resolve_groups
 from trainer.run.notes import width_transfer
 from trainer.run.resolve import resolve
 

@@ -14,7 +14,7 @@ from trainer.optim.rules import RULES
 
 
 @dataclass(frozen=True, kw_only=True)
-class Group:
+class ParameterGroup:
     """Parameters that are updated alike."""
 
     pattern: str
@@ -44,9 +44,9 @@ def resolve_groups(
     biases: Collection[str] = (),
     matrices: Collection[str] = (),
     others: Mapping[str, str] = {},
-    kinds: Mapping[str, str] = {},
+    width_roles: Mapping[str, str] = {},
     width_ratio: float = 1.0,
-) -> tuple[Group, ...]:
+) -> tuple[ParameterGroup, ...]:
     """Return the groups of the trained parameters: each parameter is in one, and none is empty.
 
     The first matching pattern of [optimizer] groups gives a parameter its options. Matrices that no pattern gives a decay have
@@ -60,7 +60,7 @@ def resolve_groups(
         biases: Names of biases, which may be stacked.
         matrices: Names of the parameters that Muon may update.
         others: Name that a pattern may mean but that is not in `trained` -> what it is.
-        kinds: Name of each trained parameter -> its kind, see width_kind in models/width.py. It may be empty if width_ratio is 1.
+        width_roles: Name of each trained parameter -> its role (width_role in models/width.py). May be empty if width_ratio is 1.
         width_ratio: Width at which rates were tuned, divided by that of the model.
 
     Raises:
@@ -79,14 +79,14 @@ def resolve_groups(
             message = f"optimizer = muon: {name} is no matrix of a linear module in the blocks, or of experts"
             raise ConfigError(f"optimizer.groups.{chosen[name]}", message)
         lr = given.get("lr", 1.0) * (config.muon_lr / config.lr if rule == "muon" and config.muon_lr else 1.0)
-        width = width_ratio ** RULES[rule].width_powers(config).get(kinds.get(name, ""), 0.0)
+        width = width_ratio ** RULES[rule].width_powers(config).get(width_roles.get(name, ""), 0.0)
         key = chosen[name], rule, lr * width, width, decay / width
         if not (math.isfinite(lr * width) and math.isfinite(decay / width)):
             raise ConfigError("optimizer.lr", f"the rate or the weight decay of {name} would be infinite")
         members.setdefault(key, []).append(name)
     order = [*config.groups, ""]
     return tuple(
-        Group(
+        ParameterGroup(
             pattern=pattern,
             rule=rule,
             lr=lr,

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from models.huggingface_tensors import stored_name
 from tests.training_runs import in_folder, lines_logged_by_train, records
 from trainer.base.config import ConfigError
-from trainer.checkpoint.formats.fp8 import decode
+from trainer.checkpoint.formats.fp8_blocks import decode
 from trainer.checkpoint.formats.huggingface import HuggingFaceWeights
 
 BLOCK = (24, 40)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from trainer.checkpoint.manifest import CorruptError
-from trainer.checkpoint.storage import TensorMetadata
+from trainer.checkpoint.tensor_files import TensorMetadata
 
 VALUES = torch.float8_e4m3fn
 _SUFFIX = "_scale_inv"

@@ -12,7 +12,7 @@ from trainer.runtime import device as devices
 _MAX_PENDING = 4096
 
 
-class PhaseTimer:
+class StepTimer:
     """Timer of phases that follow each other without a gap. The host does not wait for the device when a phase starts.
 
     Durations are those on the device. On a GPU, a phase lasts from the end of the work that was queued before the phase started

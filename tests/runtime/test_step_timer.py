@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from trainer.runtime import device as devices
-from trainer.runtime.phases import _MAX_PENDING, PhaseTimer
+from trainer.runtime.step_timer import _MAX_PENDING, StepTimer
 
 CPU = torch.device("cpu")
 
@@ -19,36 +19,36 @@ def clock(monkeypatch):
 
 
 def test_phases_follow_each_other_and_the_current_phase_belongs_to_the_next_call(clock):
-    phases = PhaseTimer(CPU)
-    assert phases.take_seconds() == {}
+    timer = StepTimer(CPU)
+    assert timer.take_seconds() == {}
     for name, seconds in (("data", 1.0), ("forward", 2.0), ("data", 4.0), ("backward", 8.0)):
-        phases.start(name)
+        timer.start(name)
         clock[0] += seconds
-    assert phases.take_seconds() == {"data": 5.0, "forward": 2.0}
+    assert timer.take_seconds() == {"data": 5.0, "forward": 2.0}
     clock[0] += 16.0
-    phases.start("data")
-    assert phases.take_seconds() == {"backward": 24.0}
+    timer.start("data")
+    assert timer.take_seconds() == {"backward": 24.0}
 
 
 def test_any_number_of_phases_needs_bounded_memory(clock):
-    phases = PhaseTimer(CPU)
+    timer = StepTimer(CPU)
     for _ in range(3 * _MAX_PENDING):
-        phases.start("forward")
+        timer.start("forward")
         clock[0] += 1.0
-    assert len(phases._starts) <= _MAX_PENDING
-    phases.start("other")
-    assert phases.take_seconds() == {"forward": 3.0 * _MAX_PENDING}
+    assert len(timer._starts) <= _MAX_PENDING
+    timer.start("other")
+    assert timer.take_seconds() == {"forward": 3.0 * _MAX_PENDING}
 
 
 def test_cleared_phases_are_forgotten(clock):
-    phases = PhaseTimer(CPU)
-    phases.start("data")
+    timer = StepTimer(CPU)
+    timer.start("data")
     clock[0] += 1.0
-    phases.clear()
-    phases.start("forward")
+    timer.clear()
+    timer.start("forward")
     clock[0] += 2.0
-    phases.start("other")
-    assert phases.take_seconds() == {"forward": 2.0}
+    timer.start("other")
+    assert timer.take_seconds() == {"forward": 2.0}
 
 
 def test_the_end_of_a_phase_on_a_gpu_is_awaited_before_it_is_read(monkeypatch):
@@ -63,7 +63,7 @@ def test_the_end_of_a_phase_on_a_gpu_is_awaited_before_it_is_read(monkeypatch):
             return 500.0
 
     monkeypatch.setattr(devices, "timestamp", lambda device: Event())
-    phases = PhaseTimer(CPU)
-    phases.start("forward")
-    phases.start("other")
-    assert phases.take_seconds() == {"forward": 0.5}
+    timer = StepTimer(CPU)
+    timer.start("forward")
+    timer.start("other")
+    assert timer.take_seconds() == {"forward": 0.5}
