@@ -195,8 +195,8 @@ LINES = {
     ("--layout", "tp=16"): "--layout 'tp=16': --parallel.tp 16: must divide n_heads 8 of llama3/debug",
     ("--layout", "tp"): "--layout 'tp': tp: expected name=value",
     ("--layout", "optimizer.offload=state_and_gradients"): (
-        "--layout 'optimizer.offload=state_and_gradients': [optimizer] in_backward and offload = state_and_gradients leave no "
-        "gradients to compare"
+        "--layout 'optimizer.offload=state_and_gradients': --optimizer.offload state_and_gradients: is incompatible with a "
+        "comparison of gradients: none are left after a step"
     ),
     ("--layout", "ttp=2"): "--layout 'ttp=2': ttp: is not a setting of [parallel]; did you mean 'tp'?",
     (

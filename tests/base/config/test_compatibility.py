@@ -401,6 +401,11 @@ CASES = {
         "--optimizer.offload state_and_gradients --training.reduce_every_microbatch true",
         "--optimizer.offload state_and_gradients: is incompatible with [training] reduce_every_microbatch: only complete gradients can be offloaded",
     ),
+    "[optimizer] offload = state_and_gradients is incompatible with a comparison of gradients": Case(
+        "--optimizer.offload state_and_gradients",
+        "--optimizer.offload state_and_gradients: is incompatible with a comparison of gradients: none are left after a step",
+        facts={facts.GRADIENTS_COMPARED: Known(True)},
+    ),
     "[optimizer] in_backward is incompatible with [training] max_norm": Case(
         "--optimizer.in_backward true",
         "--optimizer.in_backward true: is incompatible with [training] max_norm: clipping needs all gradients at once; set max_norm to none",
@@ -424,6 +429,11 @@ CASES = {
     "[optimizer] in_backward is incompatible with [resilience] max_consecutive_skips > 1": Case(
         "--optimizer.in_backward true --training.max_norm none",
         "--optimizer.in_backward true: is incompatible with [resilience] max_consecutive_skips > 1: no step can be skipped",
+    ),
+    "[optimizer] in_backward is incompatible with a comparison of gradients": Case(
+        "--optimizer.in_backward true --training.max_norm none --resilience.max_consecutive_skips 1",
+        "--optimizer.in_backward true: is incompatible with a comparison of gradients: none are left after a step",
+        facts={facts.GRADIENTS_COMPARED: Known(True)},
     ),
     "[optimizer] name = muon is incompatible with [optimizer] offload": Case(
         "--optimizer.name muon --optimizer.offload state",
@@ -662,7 +672,7 @@ def test_a_setting_says_what_the_table_says_about_it():
     ]
     assert restrictions("optimizer.offload") == [
         "not with [parallel] cpu_offload, [optimizer] in_backward and [optimizer] name = muon",
-        "= state_and_gradients not with [training] reduce_every_microbatch",
+        "= state_and_gradients not with [training] reduce_every_microbatch and a comparison of gradients",
     ]
 
 

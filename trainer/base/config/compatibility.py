@@ -34,6 +34,7 @@ from trainer.base.config.schema.facts import (
     FROZEN_VOCABULARY,
     FSDP,
     GPU,
+    GRADIENTS_COMPARED,
     GROUP_OF_MUON,
     HAS_EXPERTS,
     LOCAL_MODEL,
@@ -100,6 +101,7 @@ _BATCHWISE = When("training.reduce_every_microbatch")
 _COMPARED = When("preference.loss", ("dpo", "ipo"))
 _CPU_OFFLOAD = When("parallel.cpu_offload")
 _FLOAT8 = When("training.float8")
+_GRADIENTS_OFFLOADED = When("optimizer.offload", ("state_and_gradients",))
 _GROUPS_OF_RANKS = When("parallel.reshard_after_forward", ("default", "always", "never"), negated=True)
 _HELD_OUT = Either((When("data.held_out_fraction"), When("evaluation.datasets")))
 _IN_BACKWARD = When("optimizer.in_backward")
@@ -147,13 +149,15 @@ ROWS: tuple[Row, ...] = (
     Row(When("experts.bias_rate"), _ADAPTED, "the correction belongs to the base model, which is frozen"),
     # ---------------------------------------------------------------- optimizer
     Row(_OFFLOADED, _CPU_OFFLOAD, "cpu_offload already keeps the optimizer state on the host"),
-    Row(When("optimizer.offload", ("state_and_gradients",)), _BATCHWISE, "only complete gradients can be offloaded"),
+    Row(_GRADIENTS_OFFLOADED, _BATCHWISE, "only complete gradients can be offloaded"),
+    Row(_GRADIENTS_OFFLOADED, GRADIENTS_COMPARED, "none are left after a step"),
     Row(_IN_BACKWARD, When("training.max_norm"), "clipping needs all gradients at once; set max_norm to none"),
     Row(_IN_BACKWARD, _BATCHWISE, "only the last microbatch completes gradients"),
     Row(_IN_BACKWARD, _OFFLOADED, "offload updates parameters only after backward"),
     Row(_IN_BACKWARD, _CPU_OFFLOAD, "cpu_offload copies gradients to the host too late"),
     Row(_IN_BACKWARD, When("resilience.on_loss_spike"), "a spike skips a complete step"),
     Row(_IN_BACKWARD, When("resilience.max_consecutive_skips", above=1), "no step can be skipped"),
+    Row(_IN_BACKWARD, GRADIENTS_COMPARED, "none are left after a step"),
     Row(_MUON, _OFFLOADED, "Muon needs whole matrices on the device"),
     Row(_MUON, _CPU_OFFLOAD, "Muon needs whole matrices on the device"),
     Row(_MUON, _IN_BACKWARD, "Muon exchanges the matrices of all blocks at once"),

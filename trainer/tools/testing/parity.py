@@ -28,7 +28,7 @@ from trainer.base.config import Config, ConfigError, compatibility
 from trainer.base.config.fields import settings
 from trainer.base.config.load import load_config
 from trainer.base.config.schema.condition import Known
-from trainer.base.config.schema.facts import TRANSFORMERS
+from trainer.base.config.schema.facts import GRADIENTS_COMPARED, TRANSFORMERS
 from trainer.base.config.toml_text import toml_value
 from trainer.base.system.files import read_json_lines
 from trainer.build import build_trainer
@@ -299,9 +299,8 @@ class Row:
         batch, microbatches = batch_settings(load_config(runs.flags(layout.settings)), factor)
         settings = layout.settings | batch
         config = load_layout(runs.flags(settings))
-        if config.optimizer.frees_gradients:
-            message = "[optimizer] in_backward and offload = state_and_gradients leave no gradients to compare"
-            raise ConfigError("", message)
+        with config.explained_errors():
+            compatibility.check(config, {GRADIENTS_COMPARED: Known(True)})
         return cls(layout, config, settings, microbatches)
 
     def measure(self, runs: Runs, bug: str = "") -> "Comparison":

@@ -35,5 +35,6 @@ FLOAT8_GPU = Fact("products on a GPU")
 
 # Who uses the settings: trainer/tools/planner/estimate.py, trainer/tools/testing/parity.py, trainer/build.py.
 PLANNED = Fact("a plan")
+GRADIENTS_COMPARED = Fact("a comparison of gradients")
 TRANSFORMERS = Fact("--reference transformers")
 OWN_OBJECTIVE = Fact("an objective of your own")
