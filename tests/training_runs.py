@@ -82,14 +82,15 @@ def without_code_generation() -> Iterator[None]:
         yield
 
 
-def _train_for_parity(argv: Sequence[str]) -> Any:
+def train_without_code(argv: Sequence[str], decisions: Any) -> Any:
+    """Train as parity does, see without_code_generation."""
     with without_code_generation():
-        return parity.train(argv)
+        return parity.train(argv, decisions)
 
 
 def measured(ranks: Callable[[int], LocalRanks], size: int, argv: Sequence[str], folder: Path) -> Trained:
     """Train as scripts/parity.py does, on `size` ranks."""
-    parts = ranks(size).run(_train_for_parity, combine([*argv, *in_folder(folder)]))
+    parts = ranks(size).run(train_without_code, combine([*argv, *in_folder(folder)]), {})
     return Trained.of_ranks(records(folder), parts)
 
 

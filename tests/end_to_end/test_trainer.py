@@ -20,6 +20,7 @@ from tests.training_runs import (
     read_tensor,
     records,
     train,
+    train_without_code,
     trainer_from,
 )
 from trainer.base.config.load import load_config
@@ -113,7 +114,16 @@ def parity_reference(ranks, tiny, tmp_path_factory):
     return run_once
 
 
-@pytest.mark.parametrize("text", [layout_param(text) for text in PARITY_MATRIX if "compile" not in text])
+def is_tested_here(text):
+    """Eight ranks have degrees only: other settings have smaller layouts. Compiled layouts have tests of their own."""
+    size, has_degrees_only = (
+        ranks_and_flags(text)[0],
+        all(key.startswith("parallel.") for key in Layout.parse(text).settings),
+    )
+    return "compile" not in text and (size < 8 or has_degrees_only)
+
+
+@pytest.mark.parametrize("text", [layout_param(text) for text in PARITY_MATRIX if is_tested_here(text)])
 def test_every_layout_has_the_losses_and_gradients_of_one_rank(ranks, tiny, tmp_path, parity_reference, text):
     assert_like_one_rank(ranks, tiny, tmp_path / "run", parity_reference, text)
 
@@ -125,19 +135,19 @@ def test_a_compiled_layout_has_the_losses_and_gradients_of_one_rank(ranks, tiny,
 
 FAMILY_ROWS = [
     "tp=2 model.name=qwen2.5",  # biases
-    "dp_shard=2 tp=2 model.name=qwen3 optimizer.cautious_decay=true",  # norms of heads
+    "tp=2 model.name=qwen3 optimizer.cautious_decay=true",  # norms of heads
     "cp=2 data.document_mask=true model.name=mistral model.overrides.window=10",
     "cp=2 model.name=ministral3 model.overrides.rope_original_seq_len=8",  # queries depend on the position
     # two kinds of layers
     "pp=2 pipeline_schedule=ZBVZeroBubble model.name=smollm3 training.z_loss=0.01",
     "tp=2 model.name=olmo2 model.overrides.attention_bias=true",  # norms of all heads, biases of outputs
-    "tp=2 cp=2 model.name=olmo3 model.overrides.window=10 activation_checkpoint.mode=selective",
+    "cp=2 model.name=olmo3 model.overrides.window=10 activation_checkpoint.mode=selective",
     "tp=2 model.name=granite3",  # multipliers
-    "tp=2 activation_checkpoint.mode=full model.name=gemma2 model.overrides.window=10",  # capped scores and logits
+    # capped scores and logits
     "cp=2 tp=2 model.name=gemma2 model.overrides.window=10 training.z_loss=0.01",
-    "tp=2 pp=2 model.name=gemma3 model.overrides.tied_embeddings=false model.overrides.window=10 "
+    "pp=2 model.name=gemma3 model.overrides.tied_embeddings=false model.overrides.window=10 "
     "model.overrides.layer_types=sliding,full",
-    "tp=4 model.name=phi",  # rotation of a part of each head
+    "tp=2 model.name=phi",  # rotation of a part of each head
     "tp=2 ep=2 sequence_parallel=false model.name=olmoe model.overrides.head_dim=4 experts.balance_loss=0.1",
     "dp_shard=4 model.name=mixtral model.overrides.n_experts=2 fsdp_prefetch=1",  # more ranks than experts
     "cp=2 tp=2 ep=2 model.name=qwen3-moe experts.balance_loss=0.1 experts.z_loss=0.01",
@@ -149,7 +159,6 @@ FAMILY_ROWS = [
     "tp=2 sequence_parallel=false activation_checkpoint.mode=full model.name=gpt-oss model.overrides.window=10",
     "cp=2 model.name=gpt-oss model.overrides.window=10 data.document_mask=true activation_checkpoint.mode=selective",
     "pp=2 model.name=gpt-oss model.overrides.window=10",
-    "dp_shard=4 model.name=gpt-oss model.overrides.n_experts=2 model.overrides.window=10 fsdp_prefetch=1",
 ]
 
 
@@ -186,7 +195,7 @@ def test_every_layout_with_muon_has_the_losses_and_gradients_of_one_rank(ranks, 
 
 def test_compiled_experts_have_the_losses_and_gradients_of_one_rank(ranks, tiny, tmp_path, parity_reference):
     text = f"dp_shard=2 ep=2 compile.enabled=true activation_checkpoint.mode=full {MIXTURE}"
-    assert_like_one_rank(ranks, tiny, tmp_path / "run", parity_reference, text)
+    assert_like_one_rank(ranks, tiny, tmp_path / "run", parity_reference, text, train=train_without_code)
 
 
 def one_full_expert_and_idle_ranks(scores):
@@ -214,8 +223,7 @@ def train_with_scores(change, argv, decisions):
     [
         "dp_shard=2 ep=2",
         "tp=2 ep=2 activation_checkpoint.mode=full",
-        "dp_shard=2 ep=2 activation_checkpoint.mode=selective",
-        "dp_shard=2 pp=2 ep=2",
+        "dp_shard=2 pp=2 ep=2 activation_checkpoint.mode=selective",
     ],
 )
 def test_extreme_routing_has_the_losses_and_gradients_of_one_rank(ranks, tiny, tmp_path, text, change):
@@ -230,14 +238,14 @@ def test_extreme_routing_has_the_losses_and_gradients_of_one_rank(ranks, tiny, t
         assert [r["idle_experts"] for r in reference.records] == [0.5] * 3
 
 
-def assert_like_one_rank(ranks, tiny, folder, parity_reference, text, n_layers=0):
+def assert_like_one_rank(ranks, tiny, folder, parity_reference, text, n_layers=0, train=parity.train):
     """Train three steps. n_layers: 0: two blocks for each rank of the pipeline."""
     size, layout_flags = ranks_and_flags(text)
     layout = Layout.parse(text)
     blocks = n_layers or 2 * int(layout.settings.get("parallel.pp", 1))
     common = [*depth(blocks), "--training.steps", "3"]
     reference = parity_reference(*common, *flags(layout.single_rank_settings))
-    run = trained(ranks, size, [*tiny, *common, *layout_flags], folder, reference.decisions)
+    run = trained(ranks, size, [*tiny, *common, *layout_flags], folder, reference.decisions, train)
     deviation = deviations(reference, run)
     if "bf16" in text:
         deviation["gradient"] /= 3  # of a single parameter, whose rounding errors do not cancel
@@ -355,7 +363,7 @@ def test_resume_on_another_layout_continues_the_loss_curve(ranks, tiny, tmp_path
 
 
 @pytest.mark.parametrize(
-    "text", ["tp=2", "cp=2", "pp=2", layout_param("pp=2 pipeline_schedule=ZBVZeroBubble"), "dp_shard=2 tp=2 pp=2"]
+    "text", ["tp=2", "cp=2", "pp=2", layout_param("pp=2 pipeline_schedule=ZBVZeroBubble"), "tp=2 pp=2"]
 )
 def test_evaluation_does_not_depend_on_the_layout(ranks, tiny, tmp_path, on_one_rank, text):
     extra = ["--evaluation.interval_steps", "2", "--evaluation.max_samples", "11"]
@@ -365,7 +373,7 @@ def test_evaluation_does_not_depend_on_the_layout(ranks, tiny, tmp_path, on_one_
     assert largest_deviation(one, other, "loss") < 5e-6
 
 
-LAYOUTS = ["dp_shard=1", "dp_shard=4", "dp_shard=2 tp=2", "dp_shard=2 pp=2", "dp_replicate=2 dp_shard=2", "cp=2"]
+LAYOUTS = ["dp_shard=1", "dp_shard=2 tp=2", "dp_shard=2 pp=2", "dp_replicate=2 dp_shard=2", "cp=2"]
 
 
 def hashes_of_resumed_runs(argv, folder):

@@ -9,6 +9,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from models.llama import LlamaSizes
 from tests.parallel.tiny_models import build_model, inputs, reference
+from tests.training_runs import without_code_generation
 from trainer.base.config import ActivationCheckpointConfig, ParallelConfig
 from trainer.objective.cross_entropy import CrossEntropyHead
 from trainer.parallel.unsharded import GradientAccumulator
@@ -59,7 +60,8 @@ def step(dtype, mode, compiled):
     """Return the gradients of one step and the number of matrix products in its forward and backward."""
     torch._dynamo.reset()
     checkpointing = ActivationCheckpointConfig(mode=mode)
-    model = build_model(SIZES, ParallelConfig(), checkpointing=checkpointing, compiled=compiled, dtype=dtype)
+    with without_code_generation():
+        model = build_model(SIZES, ParallelConfig(), checkpointing=checkpointing, compiled=compiled, dtype=dtype)
     parameters = dict(model.named_parameters())
     tokens, *others = inputs(SIZES)
     for _ in range(2):  # the first step compiles
