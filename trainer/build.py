@@ -80,9 +80,9 @@ def build_trainer(
     model_parts = build_model_parts(config, resolved, meshes, CPU_BACKEND if device.type == "cpu" else GPU_BACKEND)
     run = check_run(config, resolved, point, prepare_and_open, model_parts.values(), device)
     partition = partition_of_batch(config.training, meshes.data["batch"])
-    trained = objective or build_objective(config, resolved, meshes)
-    evaluated = objective or build_objective(config, resolved, meshes, evaluates=True)
-    engine = Engine(run.config, resolved, device, meshes, model_parts, trained)
+    training_objective = objective or build_objective(config, resolved, meshes)
+    evaluation_objective = objective or build_objective(config, resolved, meshes, evaluates=True)
+    engine = Engine(run.config, resolved, device, meshes, model_parts, training_objective)
     start = initial_model.Start(run.config, resolved, point, run.weights)
     data = initial_model.Data(run.datasets.training, run.eval_sets, partition)
     initial = initial_model.load(start, run.text, engine, data)
@@ -98,7 +98,7 @@ def build_trainer(
         engine=engine,
         data=TrainingData(run.config, replace(run.datasets, training=initial.training), partition, device),
         samples=_build_samples(run, resolved, initial, partition, device),
-        evaluator=_build_evaluator(run, initial, partition, device, evaluated),
+        evaluator=_build_evaluator(run, initial, partition, device, evaluation_objective),
         checkpoints=checkpoints,
         early_stopping=EarlyStopping(config.evaluation, checkpoints.best.identity),
         monitor=StepMonitor(config.resilience, engine.optimizer.device),

@@ -22,7 +22,7 @@ from trainer.optim.quantized_moments import require_shard_independent_blocks
 from trainer.optim.weight_average import WeightAverage
 from trainer.parallel.attention import AttentionBackend
 from trainer.parallel.balance import ExpertLoad, apply_balance
-from trainer.parallel.context import shard_sequence
+from trainer.parallel.context_parallel import shard_sequence
 from trainer.parallel.fsdp import reshard_all, start_microbatch
 from trainer.parallel.init_weights import allocate, initialize
 from trainer.parallel.mesh import Meshes

@@ -1,5 +1,8 @@
 """Parameter groups: which options a parameter gets, and the lines about wrong ones."""
 
+from dataclasses import replace
+from unittest import mock
+
 import pytest
 import torch
 
@@ -9,6 +12,7 @@ from trainer.base.config.render import to_toml
 from trainer.base.config.toml_text import toml_value
 from trainer.optim.optimizer import optimizer_class
 from trainer.optim.parameter_groups import resolve_groups
+from trainer.optim.rules import RULES
 from trainer.run.notes import width_transfer
 from trainer.run.resolve import resolve
 
@@ -23,6 +27,15 @@ def groups_of(groups, *argv):
         (g.pattern, g.lr, g.weight_decay, g.names)
         for g in resolve(load_config([*DEBUG, *flags, *argv]), 1).optimizer.groups
     ]
+
+
+@pytest.mark.parametrize("only_matrices", [False, True])
+def test_a_new_rule_updates_what_its_entry_says(only_matrices):
+    trained = {"layers.0.wq.weight": torch.empty(4, 4), "norm.weight": torch.empty(4)}
+    with mock.patch.dict(RULES, {"new": replace(RULES["adamw"], only_matrices=only_matrices)}):
+        groups = resolve_groups(OptimizerConfig(name="new"), trained, matrices=["layers.0.wq.weight"])
+    rules = {name: group.rule for group in groups for name in group.names}
+    assert rules == {"layers.0.wq.weight": "new", "norm.weight": "adamw" if only_matrices else "new"}
 
 
 def test_by_default_matrices_decay_and_norms_and_biases_do_not():

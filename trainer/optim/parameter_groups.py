@@ -50,15 +50,15 @@ def resolve_groups(
     """Return the groups of the trained parameters: each parameter is in one, and none is empty.
 
     The first matching pattern of [optimizer] groups gives a parameter its options. Matrices that no pattern gives a decay have
-    that of the setting; norms and biases have none. Muon updates the matrices that it may update, unless a pattern says
-    otherwise; AdamW updates all other parameters. Where a rate follows the width of the model, the decay does so inversely: a
+    that of the setting; norms and biases have none. The rule of the setting updates the parameters that it may update, unless a
+    pattern says otherwise; AdamW updates all others. Where a rate follows the width of the model, the decay does so inversely: a
     step's decay is the product of both.
 
     Args:
         config: Settings of the optimizer.
         trained: Trained parameters by name. They may be on the meta device.
         biases: Names of biases, which may be stacked.
-        matrices: Names of the parameters that Muon may update.
+        matrices: Names of the matrices that a rule for matrices may update.
         others: Name that a pattern may mean but that is not in `trained` -> what it is.
         width_roles: Name of each trained parameter -> its role (width_role in models/width.py). May be empty if width_ratio is 1.
         width_ratio: Width at which rates were tuned, divided by that of the model.
@@ -74,9 +74,9 @@ def resolve_groups(
         given: GroupOptions = config.groups.get(chosen[name], {})
         is_matrix = parameter.dim() >= 2 and name not in biases
         decay = given.get("decay", config.weight_decay if is_matrix else 0.0)
-        rule = given.get("optimizer", config.name if name in matrices else "adamw")
-        if rule == "muon" and name not in matrices:
-            message = f"optimizer = muon: {name} is no matrix of a linear module in the blocks, or of experts"
+        rule = given.get("optimizer", _default_rule(config, name, matrices))
+        if RULES[rule].only_matrices and name not in matrices:
+            message = f"optimizer = {rule}: {name} is no matrix of a linear module in the blocks, or of experts"
             raise ConfigError(f"optimizer.groups.{chosen[name]}", message)
         lr = given.get("lr", 1.0) * (config.muon_lr / config.lr if rule == "muon" and config.muon_lr else 1.0)
         width = width_ratio ** RULES[rule].width_powers(config).get(width_roles.get(name, ""), 0.0)
@@ -101,6 +101,11 @@ def resolve_groups(
     )
 
 
+def _default_rule(config: OptimizerConfig, name: str, matrices: Collection[str]) -> str:
+    """Return the rule of a parameter for which no pattern names one. matrices: as in resolve_groups."""
+    return "adamw" if RULES[config.name].only_matrices and name not in matrices else config.name
+
+
 def _require_effect(
     config: OptimizerConfig,
     pattern: str,
@@ -120,7 +125,7 @@ def _require_effect(
     key, selected = f"optimizer.groups.{pattern}", [name for name, own in chosen.items() if own == pattern]
     if selected:
         rule = config.groups[pattern].get("optimizer")
-        if {config.name if name in matrices else "adamw" for name in selected} == {rule}:
+        if {_default_rule(config, name, matrices) for name in selected} == {rule}:
             raise ConfigError(key, f"optimizer = {rule} has no effect: it updates these parameters anyway")
         return
     if earlier := {first: name for name, first in chosen.items() if fnmatchcase(name, pattern)}:

@@ -33,6 +33,9 @@ class Updater(Protocol):
 class Rule:
     """A rule that updates parameters."""
 
+    only_matrices: bool
+    """Whether it updates only matrices of linear modules in the blocks and of experts, each of which one rank gets as a whole.
+    AdamW updates the other parameters. Otherwise the rule updates every parameter, each rank its own shard."""
     build: Callable[[Sequence[dict], OptimizerConfig, Collection[Tensor], Sharding], Updater]
     """Function (torch's parameter groups of local tensors, settings, the biases among them, who holds them) -> Updater."""
     state_bytes: Callable[[Tensor, bool, OptimizerConfig], float]
@@ -44,10 +47,10 @@ class Rule:
 
 RULES = {
     "adamw": Rule(
-        lambda groups, config, biases, sharding: adamw(groups, config, biases), adamw_bytes, adamw_width_powers
+        False, lambda groups, config, biases, sharding: adamw(groups, config, biases), adamw_bytes, adamw_width_powers
     ),
     "muon": Rule(
-        lambda groups, config, biases, sharding: Muon(groups, config, sharding), muon_bytes, muon_width_powers
+        True, lambda groups, config, biases, sharding: Muon(groups, config, sharding), muon_bytes, muon_width_powers
     ),
 }
 """Value of [optimizer] name, and of the option `optimizer` of a group -> rule. A rank updates parameters in this order."""

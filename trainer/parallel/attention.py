@@ -17,7 +17,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_bloc
 from models.components import attention_kernel
 from models.context import Context
 from models.spec import LayerKind, Structure
-from trainer.parallel.context import AllGatherAttention, all_gather_sequence, shard_tensor
+from trainer.parallel.context_parallel import AllGatherAttention, all_gather_sequence, shard_tensor
 
 
 class Mask(nn.Module):

@@ -1,7 +1,8 @@
 """Parallelization of a model. All forms of parallelism are applied in the only order in which they compose.
 
 models/ holds only formulas. What else a run does in their place is a forward that is replaced on an instance, and that may call
-the forward which it finds. These are all of them, in their order, and why each stands there:
+the forward which it finds. These are all of them, in their order, and why each stands there. (In a pipeline, modules that pass
+the hidden state on stand for those of other stages before, and the label of a microbatch becomes its head after: pipeline.py.)
 
 1. Linear modules, by products in float8 (float8.py). Tensor parallelism shards their weights and wraps them, and adapters add
    to what they return.
@@ -20,7 +21,9 @@ the forward which it finds. These are all of them, in their order, and why each 
 9. Blocks that recompute everything, whose input is offloaded (activation_offload.py). The checkpoint saves it where it begins.
 10. Without FSDP, blocks and the units outside them, which cast their parameters (unsharded.py). It is last, like FSDP, which
     shards what remains: a unit has its parameters before anything computes.
-11. The first block, which is timed (resilience/straggler.py; build.py asks for it). The time includes all of the above.
+11. The module `balance` of mixtures of experts, by one with losses and statistics (balance.py; engine.py asks for it). It reads
+    routing results only.
+12. The first block, which is timed (resilience/straggler.py; build.py asks for it). The time includes all of the above.
 
 Recomputation is compiled with the block, except full activation checkpointing with tensor parallelism: torch 2.13 fails on
 DTensors in a checkpoint inside a compiled block. It also wraps blocks with experts whose graph breaks and, with torch < 2.13,

@@ -15,6 +15,7 @@ from trainer.base.config.pretrained import is_from_pretrained
 from trainer.base.system.spelling import did_you_mean
 from trainer.checkpoint.formats.folders import read_architecture
 from trainer.checkpoint.resume import FAMILY
+from trainer.optim.rules import RULES
 from trainer.parallel.float8 import Float8, check_shapes, resolve_float8
 from trainer.parallel.mesh import ParallelDims
 from trainer.parallel.parameter_storage import ParameterStorage, require_storable
@@ -69,7 +70,7 @@ class ResolvedRun:
     @property
     def exchanges_matrices(self) -> bool:
         """Whether the ranks of a pipeline stage exchange matrices to update them (trainer/optim/exchange.py)."""
-        return self.dims.ranks_per_stage > 1 and any(group.rule == "muon" for group in self.optimizer.groups)
+        return self.dims.ranks_per_stage > 1 and any(RULES[group.rule].only_matrices for group in self.optimizer.groups)
 
 
 def resolve(config: Config, world_size: int) -> ResolvedRun:

@@ -53,11 +53,11 @@ def resolve_optimizer(
     tensors = trained.tensors(model)
     num_trained = sum(p.numel() for p in tensors.values())
     biases = {n for n in trained.fully if is_bias(model, n)}
-    muon_matrices = _muon_matrices(model, structure)
+    matrices_in_blocks = _matrices_in_blocks(model, structure)
     width_ratio = _width_ratio(config, sizes, name)
     width_roles = {n: width_role(model, n) for n in tensors if width_ratio != 1}
     others = _untrained(model, trained)
-    groups = resolve_groups(config, tensors, biases, muon_matrices, others, width_roles, width_ratio)
+    groups = resolve_groups(config, tensors, biases, matrices_in_blocks, others, width_roles, width_ratio)
     rules = {n: RULES[group.rule] for group in groups for n in group.names}
     average_bytes = 0 if config.ema_decay is None else 4
 
@@ -74,19 +74,21 @@ def resolve_optimizer(
         state_bytes=sum(state_bytes_of(n, p) for n, p in tensors.items()) / num_trained,
         state_bytes_of=state_bytes_of,
         fp32_moments=fp32_moments,
-        fingerprint=_fingerprint(config, groups, muon_matrices),
+        fingerprint=_fingerprint(config, groups, matrices_in_blocks),
     )
 
 
 def _fingerprint(
-    config: OptimizerConfig, groups: Collection[ParameterGroup], muon_matrices: Collection[str]
+    config: OptimizerConfig, groups: Collection[ParameterGroup], matrices_in_blocks: Collection[str]
 ) -> dict[str, Any]:
     """Return what a checkpoint must agree with: state that it lacks cannot be continued."""
     fingerprint: dict[str, Any] = {}
     if config.ema_decay is not None:
         fingerprint["average of the weights, which a resumed run cannot begin ([optimizer] ema_decay)"] = True
-    if config.name == "muon":
-        given = [name for group in groups if group.rule == "adamw" for name in group.names if name in muon_matrices]
+    if RULES[config.name].only_matrices:
+        given = [
+            name for group in groups if group.rule == "adamw" for name in group.names if name in matrices_in_blocks
+        ]
         key = "number of matrices that [optimizer] groups gives to adamw"
         names = short_digest(digest(" ".join(sorted(given)).encode()))
         fingerprint[key] = f"{len(given)}, such as {given[0]} ({names})" if given else "0"
@@ -104,8 +106,8 @@ def _width_ratio(config: OptimizerConfig, sizes: Any, name: str) -> float:
     return config.base_width / sizes.dim
 
 
-def _muon_matrices(model: Model, structure: Structure) -> set[str]:
-    """Return the names of the matrices that Muon may update: those of products with hidden states, inside the blocks."""
+def _matrices_in_blocks(model: Model, structure: Structure) -> set[str]:
+    """Return the names of the matrices by which the blocks multiply hidden states: a rule for matrices may update them."""
     return {name for name in adaptable_weights(model) if name.startswith(f"{structure.blocks_path}.")}
 
 

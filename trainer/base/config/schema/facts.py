@@ -8,7 +8,7 @@ GROUP_OF_MUON = Fact("optimizer = muon in [optimizer] groups", "optimizer.groups
 TYPED = Fact("the type of its files")
 LOCAL_MODEL = Fact("a path as [model] pretrained")
 
-# The model and the layout: trainer/run/resolve.py.
+# The model and the layout: trainer/run/facts.py.
 HAS_EXPERTS = Fact("a model with experts")
 HAS_CORRECTION = Fact("a model whose routers have a correction")
 TIED = Fact("a model with tied embeddings")
@@ -21,7 +21,7 @@ GPU = Fact("a GPU")
 TORCH_2_12 = Fact("torch >= 2.12")
 TORCH_2_13 = Fact("torch >= 2.13")
 
-# The trained parameters: trainer/run/resolve.py.
+# The trained parameters: trainer/run/facts.py.
 ADAPTED_EXPERTS = Fact("adapters of experts")
 TRAINED_BASE = Fact("a trained matrix of the blocks")
 FROZEN_VOCABULARY = Fact("a frozen matrix with a row for each token")

@@ -14,7 +14,7 @@ from models.context import Context
 from models.spec import LayerKind
 from trainer.batch import Batch
 from trainer.parallel.attention import FlexAttention, Mask, create_dense_mask, kernel_name, with_sinks
-from trainer.parallel.context import AllGatherAttention, shard_sequence, shard_tensor
+from trainer.parallel.context_parallel import AllGatherAttention, shard_sequence, shard_tensor
 from trainer.tools.planner.recorder import Recorder
 
 create_float_mask = partial(create_dense_mask, dtype=torch.float32)
