@@ -151,6 +151,19 @@ def test_modules_have_no_import_cycle():
         remaining = {m: targets for m, targets in remaining.items() if m not in leaves}
 
 
+def test_resolving_a_run_does_not_load_the_compiler():
+    """It takes a second, which the launcher and all commands without a step save."""
+    graph = {name_of(p): set(imports(ast.parse(p.read_text()))) for p in SOURCES}
+    loaded, remaining = set(), {"trainer.run.resolve"}
+    while remaining:
+        loaded |= remaining
+        targets = {target for module in remaining for target in graph.get(module, ())}
+        remaining = (targets | {target.rpartition(".")[0] for target in targets}) - loaded
+    assert "trainer.parallel.stages" in loaded
+    compiler = ("torch._dynamo", "torch._inductor", "torch.distributed.pipelining")
+    assert not [module for module in loaded if module.startswith(compiler)]
+
+
 @pytest.mark.parametrize("path", SOURCES, ids=name_of)
 def test_only_runtime_names_cuda(path):
     assert name_of(path) in MAY_NAME_CUDA or "cuda" not in path.read_text().lower()

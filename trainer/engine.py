@@ -27,7 +27,8 @@ from trainer.parallel.fsdp import reshard_all, start_microbatch
 from trainer.parallel.init_weights import allocate, initialize
 from trainer.parallel.mesh import Meshes
 from trainer.parallel.parallelize import parallelize
-from trainer.parallel.pipeline import PipelineStep, Stage, stages_of_rank
+from trainer.parallel.pipeline import PipelineStep
+from trainer.parallel.stages import Stage, stages_of_rank
 from trainer.parallel.step import SpmdStep, Step, count_terms
 from trainer.parallel.unsharded import GradientAccumulator
 from trainer.resilience.guard import StabilityGuard

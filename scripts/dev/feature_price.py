@@ -32,7 +32,7 @@ CAPABILITIES = {
         trainer/parallel/{fsdp,unsharded}.py tests/parallel/test_{fsdp,unsharded}.py""",
     "Tensor and sequence parallelism": "trainer/parallel/tensor.py tests/parallel/test_tensor.py",
     "Context parallelism": "trainer/parallel/context_parallel.py tests/parallel/test_context_parallel.py",
-    "Pipeline parallelism": "trainer/parallel/pipeline.py tests/parallel/test_pipeline.py",
+    "Pipeline parallelism": "trainer/parallel/{pipeline,stages}.py tests/parallel/test_pipeline.py",
     "Mixtures of experts, expert parallelism": """
         models/{moe,grouped}.py trainer/parallel/{experts,balance}.py scripts/dev/expert_layer.py
         tests/models/test_moe.py tests/parallel/test_{experts,correction}.py""",

@@ -21,7 +21,7 @@ from trainer.parallel.init_weights import allocate, initialize
 from trainer.parallel.mesh import Meshes, ParallelDims
 from trainer.parallel.parallelize import parallelize
 from trainer.parallel.parameter_storage import ParameterStorage
-from trainer.parallel.pipeline import partition_blocks
+from trainer.parallel.stages import partition_blocks
 
 SIZES = LlamaSizes(dim=128, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=128, vocab_size=64)
 LORA = LoraConfig(rank=4, dropout=0.4)

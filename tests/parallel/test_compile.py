@@ -21,8 +21,8 @@ from trainer.parallel.init_weights import allocate, initialize
 from trainer.parallel.mesh import Meshes, ParallelDims
 from trainer.parallel.parallelize import configure_compiler, parallelize
 from trainer.parallel.parameter_storage import ParameterStorage
-from trainer.parallel.pipeline import Stage
 from trainer.parallel.rotation import rotate_by_complex_product
+from trainer.parallel.stages import Stage
 
 SIZES = LlamaSizes(dim=36, n_layers=3, n_heads=6, n_kv_heads=2, hidden_dim=46, vocab_size=61)
 """Not multiples of the vector width. The vocabulary is sharded unevenly."""

@@ -19,7 +19,7 @@ from trainer.parallel.init_weights import allocate, initialize
 from trainer.parallel.mesh import Meshes, ParallelDims
 from trainer.parallel.parallelize import parallelize
 from trainer.parallel.parameter_storage import ParameterStorage
-from trainer.parallel.pipeline import partition_blocks
+from trainer.parallel.stages import partition_blocks
 
 CPU = torch.device("cpu")
 SIZES = MixtralSizes(

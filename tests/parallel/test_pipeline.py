@@ -12,14 +12,8 @@ from trainer.base.config import ConfigError, ParallelConfig
 from trainer.base.config.fields import settings
 from trainer.batch import Batch
 from trainer.objective.cross_entropy import CrossEntropy, CrossEntropyHead
-from trainer.parallel.pipeline import (
-    SCHEDULES,
-    PipelineStep,
-    _balance_stages,
-    check_microbatches,
-    partition_blocks,
-    stages_of_rank,
-)
+from trainer.parallel.pipeline import PipelineStep
+from trainer.parallel.stages import SCHEDULES, _balance_stages, check_microbatches, partition_blocks, stages_of_rank
 from trainer.runtime.step_timer import StepTimer
 
 SIZES = LlamaSizes(dim=16, n_layers=8, n_heads=4, n_kv_heads=2, hidden_dim=32, vocab_size=64)

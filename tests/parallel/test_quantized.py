@@ -26,8 +26,8 @@ from trainer.parallel.init_weights import allocate, initialize
 from trainer.parallel.mesh import Meshes, ParallelDims
 from trainer.parallel.parallelize import configure_compiler, parallelize
 from trainer.parallel.parameter_storage import ParameterStorage
-from trainer.parallel.pipeline import Stage
 from trainer.parallel.quantized import quantize_weights
+from trainer.parallel.stages import Stage
 from trainer.runtime.dtensor import local_region
 
 SIZES = {

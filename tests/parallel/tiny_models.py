@@ -13,7 +13,7 @@ from trainer.parallel.init_weights import allocate, initialize
 from trainer.parallel.mesh import Meshes, ParallelDims
 from trainer.parallel.parallelize import parallelize
 from trainer.parallel.parameter_storage import ParameterStorage
-from trainer.parallel.pipeline import Stage, partition_blocks, stages_of_rank
+from trainer.parallel.stages import Stage, partition_blocks, stages_of_rank
 
 CPU = torch.device("cpu")
 

@@ -2,7 +2,7 @@
 
 models/ holds only formulas. What else a run does in their place is a forward that is replaced on an instance, and that may call
 the forward which it finds. These are all of them, in their order, and why each stands there. (In a pipeline, modules that pass
-the hidden state on stand for those of other stages before, and the label of a microbatch becomes its head after: pipeline.py.)
+the hidden state on stand for those of other stages before (stages.py), and labels become a head after (pipeline.py).)
 
 1. Linear modules, by products in float8 (float8.py). Tensor parallelism shards their weights and wraps them, and adapters add
    to what they return.
@@ -50,8 +50,8 @@ from trainer.parallel.feed_forward import apply_gated_products
 from trainer.parallel.float8 import NO_FLOAT8, Float8, apply_float8
 from trainer.parallel.mesh import Meshes, ParallelDims
 from trainer.parallel.parameter_storage import ParameterStorage, shards_parameters
-from trainer.parallel.pipeline import Stage, prune_to_stage
 from trainer.parallel.rotation import apply_complex_rotation
+from trainer.parallel.stages import Stage, prune_to_stage
 from trainer.parallel.tensor import apply_tensor
 from trainer.runtime.device import DTYPES
 

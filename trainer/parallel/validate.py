@@ -8,7 +8,7 @@ from typing import Any, Literal
 from models.spec import Structure
 from trainer.base.config import ConfigError, ParallelConfig
 from trainer.parallel.mesh import ParallelDims
-from trainer.parallel.pipeline import SCHEDULES, stages_per_rank
+from trainer.parallel.stages import SCHEDULES, stages_per_rank
 
 
 def check_divisibility(

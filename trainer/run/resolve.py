@@ -19,7 +19,7 @@ from trainer.optim.rules import RULES
 from trainer.parallel.float8 import Float8, check_shapes, resolve_float8
 from trainer.parallel.mesh import ParallelDims
 from trainer.parallel.parameter_storage import ParameterStorage, require_storable
-from trainer.parallel.pipeline import Stage, check_microbatches, partition_blocks, stages_of_rank
+from trainer.parallel.stages import Stage, check_microbatches, partition_blocks, stages_of_rank
 from trainer.parallel.validate import check_divisibility, check_stages_per_rank, resolve_compilation
 from trainer.run.facts import model_facts, trained_facts
 from trainer.run.resolve_optimizer import ResolvedOptimizer, resolve_optimizer

@@ -16,7 +16,7 @@ from trainer.base.config.load import load_config
 from trainer.base.config.schema.model import ModelFamily
 from trainer.data.tokenizer.backends import load_tokenizer
 from trainer.parallel import validate
-from trainer.parallel.pipeline import SCHEDULES
+from trainer.parallel.stages import SCHEDULES
 from trainer.run.resolve import resolve, resolve_model
 
 FILES = sorted((ROOT / "train_configs").rglob("*.toml"))

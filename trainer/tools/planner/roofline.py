@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from trainer.base.config import ParallelConfig
-from trainer.parallel.pipeline import SCHEDULES, stages_per_rank
+from trainer.parallel.stages import SCHEDULES, stages_per_rank
 from trainer.runtime.accelerators import AcceleratorSpec
 from trainer.tools.planner.simulate import Simulation
 

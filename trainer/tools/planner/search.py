@@ -14,7 +14,7 @@ from trainer.base.system.console import Progress, progress
 from trainer.base.system.process import cores
 from trainer.base.system.spelling import counted
 from trainer.parallel.mesh import ParallelDims
-from trainer.parallel.pipeline import stages_per_rank
+from trainer.parallel.stages import stages_per_rank
 from trainer.run.resolve import ResolvedRun, resolve, resolve_model
 from trainer.run.resources import OwnParameters, minimum_memory
 from trainer.runtime.device import DTYPES

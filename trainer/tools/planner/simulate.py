@@ -27,7 +27,7 @@ from trainer.batch import Batch
 from trainer.engine import Engine, build_model_parts, build_objective
 from trainer.parallel.attention import CPU_BACKEND
 from trainer.parallel.mesh import Meshes
-from trainer.parallel.pipeline import SCHEDULES, stages_per_rank
+from trainer.parallel.stages import SCHEDULES, stages_per_rank
 from trainer.parallel.validate import can_compile
 from trainer.run.resolve import ResolvedRun, resolve
 from trainer.runtime.dtensor import to_local

@@ -9,7 +9,7 @@ from trainer.base.config import Config, ConfigError, ParallelConfig
 from trainer.base.config.flags import parse_argv
 from trainer.base.config.load import load_config
 from trainer.base.system.spelling import did_you_mean
-from trainer.parallel.pipeline import SCHEDULES, min_microbatches
+from trainer.parallel.stages import SCHEDULES, min_microbatches
 from trainer.run.resolve import resolve
 
 DEBUG_FAMILIES = [name for name, spec in MODELS.items() if "debug" in spec.by_size]
