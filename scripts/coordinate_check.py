@@ -56,8 +56,10 @@ def arguments() -> Arguments:
 if __name__ == "__main__":
     answer_early(arguments())  # before torch is imported
 
-from trainer.base.config import Config, ConfigError
+from trainer.base.config import Config, ConfigError, compatibility
 from trainer.base.config.load import load_config
+from trainer.base.config.schema.condition import Known
+from trainer.base.config.schema.facts import WIDTHS_COMPARED
 from trainer.base.system.spelling import counted
 from trainer.base.system.streams import print_error
 from trainer.tools.report.picture import Picture
@@ -69,10 +71,8 @@ from trainer.tools.testing.ranks import RankError
 def with_base_width(argv: list[str], smallest: int) -> Config:
     """Return the configuration of a command line, in which base_width is the smallest width unless the user sets another."""
     config = config_from_command_line(argv)
-    if config.checkpoint.init_from:
-        message = "must be empty: models of other widths start from random weights"
-        with config.explained_errors():
-            raise ConfigError("checkpoint.init_from", message)
+    with config.explained_errors():
+        compatibility.check(config, {WIDTHS_COMPARED: Known(True)})
     if config.optimizer.base_width is None:
         config = load_config(flags(settings_of(argv) | {"optimizer.base_width": str(smallest)}))
     return config

@@ -24,12 +24,14 @@ from trainer.base.system.signals import exit_on_interrupt
 if __name__ == "__main__":
     exit_on_interrupt()
 
-from trainer.base.config import ConfigError
+from trainer.base.config import ConfigError, compatibility
 from trainer.base.config.argument_types import file_to_write
 from trainer.base.config.arguments import Arguments
 from trainer.base.config.command_line import config_from_command_line
 from trainer.base.config.exits import run_to_end
 from trainer.base.config.render import require_same_settings
+from trainer.base.config.schema.condition import Known
+from trainer.base.config.schema.facts import SWEPT
 from trainer.base.system.process import die_with_parent
 from trainer.run.sinks.sink import METRICS_FILE
 from trainer.tools.report.picture import Picture
@@ -117,8 +119,8 @@ def main() -> None:
             raise ConfigError("", f"--vary {name}: is given twice")
         varied[name] = values
     base = config_from_command_line(argv)
-    if "jsonl" not in base.metrics.sinks:
-        raise ConfigError("metrics.sinks", 'must contain "jsonl", whose records are compared')
+    with base.explained_errors():
+        compatibility.check(base, {SWEPT: Known(True)})
     picture = None if args.plot is None else Picture.open(args.plot, "--plot")
     runs = []
     for values in itertools.product(*varied.values()):

@@ -65,7 +65,7 @@ def test_growth_is_one_line_and_exit_code_1(monkeypatch, tiny, capsys):
 
 def test_loaded_weights_are_refused(monkeypatch, tiny, hf_model, capsys):
     assert main(monkeypatch, *tiny, "--checkpoint.init_from", hf_model) == 2
-    message = "must be empty: models of other widths start from random weights"
+    message = "is incompatible with a comparison of widths: models of other widths start from random weights"
     assert capsys.readouterr().err == f"--checkpoint.init_from {hf_model}: {message}\n"
 
 

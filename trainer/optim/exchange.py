@@ -1,7 +1,7 @@
 """Exchange of sharded matrices: each one comes whole to one rank, its owner, and a result returns to all ranks that hold a part.
 
-Every rank computes the same plan from names, shapes and placements alone. Parts are copied by their place in the whole matrix, so
-what an owner receives does not depend on the layout.
+Every rank computes the same owners and parts from names, shapes and placements alone. Parts are copied by their place in the
+whole matrix, so what an owner receives does not depend on the layout.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

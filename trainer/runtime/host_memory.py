@@ -43,8 +43,8 @@ def pin(buffer: Tensor, device: torch.device) -> None:
 
 
 def exclude_from_forks(buffer: Tensor) -> None:
-    """Make forked processes inherit no page that lies completely inside the buffer. When a process forks, such as a worker of the
-    data loader, Linux copies its pinned pages immediately."""
+    """Make forked processes inherit no page that lies completely inside the buffer. When the process forks, such as the
+    compiler for its workers, Linux copies its pinned pages immediately."""
     if sys.platform == "linux":
         start = -(-buffer.data_ptr() // _PAGE_BYTES) * _PAGE_BYTES
         stop = (buffer.data_ptr() + buffer.nbytes) // _PAGE_BYTES * _PAGE_BYTES

@@ -601,6 +601,16 @@ CASES = {
         "--metrics.sinks console,trackio",
         "--metrics.sinks console,trackio: needs [metrics] sinks = jsonl: it delivers the records of metrics.jsonl",
     ),
+    "a sweep needs [metrics] sinks = jsonl": Case(
+        "--metrics.sinks console",
+        "--metrics.sinks console: needs [metrics] sinks = jsonl: it compares the records of metrics.jsonl",
+        facts={facts.SWEPT: Known(True)},
+    ),
+    "[checkpoint] init_from is incompatible with a comparison of widths": Case(
+        "--checkpoint.init_from .",
+        "--checkpoint.init_from .: is incompatible with a comparison of widths: models of other widths start from random weights",
+        facts={facts.WIDTHS_COMPARED: Known(True)},
+    ),
     "[lora] rank is incompatible with --reference transformers": Case(
         "--lora.rank 4 --checkpoint.init_from .",
         "--lora.rank 4: is incompatible with --reference transformers: transformers has no adapters; compare with one rank",
@@ -655,13 +665,19 @@ def conditions(row):
     return [inner for member in members for inner in getattr(member, "members", (member,))]
 
 
+def literals(annotation):
+    """Return the values of all literals in a type, such as those of the elements of a tuple."""
+    inner = typing.get_args(annotation)
+    return {*inner} if typing.get_origin(annotation) is typing.Literal else {v for a in inner for v in literals(a)}
+
+
 def test_conditions_name_settings_and_values_that_exist():
     used = [s.constraint.used_with for s in settings().values() if s.constraint.used_with]
     for condition in [*used, *(c for row in rows() for c in conditions(row))]:
         if isinstance(condition, When):
             setting = settings()[condition.setting]
-            literals = typing.get_args(setting.type) if typing.get_origin(setting.type) is typing.Literal else ()
-            assert not literals or set(condition.values) <= set(literals)
+            allowed = literals(setting.type)
+            assert not allowed or set(condition.values) <= allowed
 
 
 def test_a_setting_says_what_the_table_says_about_it():

@@ -6,13 +6,12 @@ Numbers that must divide each other, and files that are wrong, are no rows: they
 """
 
 import functools
-import os
 from dataclasses import dataclass
 from types import MappingProxyType
 
 from trainer.base.config.errors import ConfigError
 from trainer.base.config.fields import settings
-from trainer.base.config.hub import is_hub_name
+from trainer.base.config.hub import names_a_folder
 from trainer.base.config.schema.condition import (
     Condition,
     Dataset,
@@ -42,6 +41,7 @@ from trainer.base.config.schema.facts import (
     PLANNED,
     SPLITS_BACKWARD,
     STEPS_GIVEN,
+    SWEPT,
     TIED,
     TORCH_2_12,
     TORCH_2_13,
@@ -50,8 +50,8 @@ from trainer.base.config.schema.facts import (
     TYPED,
     UNKNOWN_TO_PEFT,
     UPDATED_BY_MUON,
+    WIDTHS_COMPARED,
 )
-from trainer.base.system.paths import split_best
 
 
 @dataclass(frozen=True)
@@ -238,7 +238,9 @@ ROWS: tuple[Row, ...] = (
         )
         for sink in ("tensorboard", "wandb", "mlflow", "trackio")
     ),
-    # ---------------------------------------------------------------- comparison with transformers
+    needs(SWEPT, When("metrics.sinks", ("jsonl",)), "it compares the records of metrics.jsonl"),
+    # ---------------------------------------------------------------- comparisons
+    Row(When("checkpoint.init_from"), WIDTHS_COMPARED, "models of other widths start from random weights"),
     *(
         Row(When(key), TRANSFORMERS, reason)
         for key, reason in {
@@ -308,7 +310,7 @@ def _facts_of_settings(config: Config) -> dict[Fact, Known]:
     ending = data.path.lower().removesuffix(".gz").removesuffix(".zst").rpartition(".")[2]
     with_muon = (pattern for pattern, given in config.optimizer.groups.items() if given.get("optimizer") == "muon")
     pattern = next(with_muon, None)
-    is_local = os.path.exists(split_best(source)[0]) or not is_hub_name(source)
+    is_local = names_a_folder(source)
     steps_given = "training.steps" in config.origins or training.steps != settings()["training.steps"].default
     is_typed = data.dataset != "python_stdlib" or bool(data.datasets)
     return {

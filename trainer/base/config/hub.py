@@ -22,6 +22,7 @@ from trainer.base.config.packages import require_package
 from trainer.base.config.recognition import Use, recognise, recognise_published
 from trainer.base.system import console
 from trainer.base.system.files import atomic_write, file_lock, read_json_object
+from trainer.base.system.paths import split_best
 from trainer.base.system.spelling import counted
 from trainer.base.system.streams import print_error
 
@@ -49,6 +50,11 @@ def is_hub_name(text: str) -> bool:
     """Return whether a text that is no existing path can be the name of a model of the Hub, OWNER/NAME. If a folder OWNER exists,
     the text is a path with a spelling mistake, and must not load somebody else's model."""
     return bool(re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", text, re.ASCII)) and not os.path.isdir(text.partition("/")[0])
+
+
+def names_a_folder(source: str) -> bool:
+    """Return whether a model is meant to lie on this machine: its path exists, or cannot be a name on the Hub."""
+    return os.path.exists(split_best(source)[0]) or not is_hub_name(source)
 
 
 def is_commit(revision: str) -> bool:

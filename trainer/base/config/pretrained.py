@@ -60,7 +60,7 @@ def layer_of_pretrained(config: Config, given: Collection[str], sections: Collec
     found: dict[str, Any] = {}
     if not read:  # such as a plan of a model with a given size, for which no folder must exist
         folder = Path(source)
-    elif os.path.exists(split_best(source)[0]) or not hub.is_hub_name(source):
+    elif hub.names_a_folder(source):
         _require_local(config)
         folder = _folder_of(source)
     else:

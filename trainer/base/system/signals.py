@@ -58,7 +58,7 @@ class SignalListener:
     def _listen(self, signals: list[signal.Signals]) -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)  # the launcher of this process has blocked them
         while number := os.read(self._pipe, 1):
-            if number[0] in signals:  # another module handles other signals, such as SIGCHLD of torch's data loader
+            if number[0] in signals:  # another module may handle other signals, such as SIGCHLD
                 self.react(signal.Signals(number[0]))
 
 

@@ -41,7 +41,7 @@ from trainer.checkpoint.formats.huggingface_files import (
     read_object,
 )
 from trainer.checkpoint.formats.mxfp4 import GROUP, PackedStack, decode, packed_stacks
-from trainer.checkpoint.formats.quantized_weights import quantization_problem
+from trainer.checkpoint.formats.quantization_config import quantization_problem
 from trainer.checkpoint.formats.weights import Region, Weights, require_parameters
 from trainer.checkpoint.manifest import CorruptError
 from trainer.checkpoint.tensor_files import DTYPE_OF, Chunk, TensorMetadata, read_regions, read_rows

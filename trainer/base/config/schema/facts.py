@@ -33,8 +33,10 @@ UPDATED_BY_MUON = Fact("a matrix that no group gives to adamw")
 FLOAT8_DEVICE = Fact("a device with products in float8")
 FLOAT8_GPU = Fact("products on a GPU")
 
-# Who uses the settings: trainer/tools/planner/estimate.py, trainer/tools/testing/parity.py, trainer/build.py.
+# Who uses the settings: trainer/tools/planner/estimate.py, trainer/tools/testing/parity.py, trainer/build.py, scripts.
 PLANNED = Fact("a plan")
 GRADIENTS_COMPARED = Fact("a comparison of gradients")
+WIDTHS_COMPARED = Fact("a comparison of widths")
+SWEPT = Fact("a sweep", "metrics.sinks")
 TRANSFORMERS = Fact("--reference transformers")
 OWN_OBJECTIVE = Fact("an objective of your own")

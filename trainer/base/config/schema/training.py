@@ -72,8 +72,8 @@ class TrainingConfig:
 
     def samples_between(self, done: int, last: int) -> int:
         """Return the number of samples in the steps after step `done`, up to and including step `last`."""
-        phases = pairwise((*self.batch_sizes, (max(done, last), 0)))
-        return sum(size * max(0, min(end, last) - max(first, done)) for (first, size), (end, _) in phases)
+        spans = pairwise((*self.batch_sizes, (max(done, last), 0)))
+        return sum(size * max(0, min(end, last) - max(first, done)) for (first, size), (end, _) in spans)
 
     def steps_to_consume(self, samples: int, done: int) -> int:
         """Return the number of steps after step `done` that consume at least this number of samples."""
