@@ -18,7 +18,6 @@ from trainer.objective.cross_entropy import CrossEntropy, CrossEntropyWithZLoss
 from trainer.objective.objective import Objective, require_complete
 from trainer.objective.preference import Preference
 from trainer.optim.optimizer import Optimizer, optimizer_class
-from trainer.optim.quantized_moments import require_shard_independent_blocks
 from trainer.optim.weight_average import WeightAverage
 from trainer.parallel.attention import AttentionBackend
 from trainer.parallel.balance import ExpertLoad, apply_balance
@@ -40,8 +39,8 @@ from trainer.runtime.step_timer import StepTimer
 def build_model_parts(
     config: Config, resolved: ResolvedRun, meshes: Meshes, attention_backend: AttentionBackend
 ) -> dict[Stage, nn.Module]:
-    """Build this rank's parallelized stages on the meta device. Raises ConfigError if the optimizer rejects the layout."""
-    model_parts = parallelize(
+    """Build this rank's parallelized stages on the meta device."""
+    return parallelize(
         make_model=lambda: resolved.spec.model(resolved.sizes).to(DTYPES[config.training.parameter_dtype]),
         structure=resolved.structure,
         stages=stages_of_rank(resolved.stages, meshes.model["pp"].get_local_rank(), config.parallel),
@@ -62,10 +61,6 @@ def build_model_parts(
             seed=config.run.seed,
         ),
     )
-    for part in model_parts.values():
-        trained = {name: p for name, p in part.named_parameters() if p.requires_grad}
-        require_shard_independent_blocks(trained, config.optimizer)
-    return model_parts
 
 
 def build_objective(config: Config, resolved: ResolvedRun, meshes: Meshes, evaluates: bool = False) -> Objective:

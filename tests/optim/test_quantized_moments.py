@@ -125,12 +125,16 @@ def test_updates_are_close_to_those_with_fp32_moments_and_identical_in_host_memo
     assert losses["fp32"][-1] < losses["fp32"][0] - 0.2
 
 
-def test_a_layout_that_splits_quantization_blocks_is_rejected():
+@pytest.mark.parametrize(
+    ("matrix", "adapters"), [("weight", []), ("lora_a", ["--lora.rank", "4", "--checkpoint.init_from", "."])]
+)
+def test_a_layout_that_splits_quantization_blocks_is_rejected(matrix, adapters):
+    """Before any rank starts: the search for a layout asks the same."""
     args = ["--config", "train_configs/debug.toml", "--model.overrides.dim", "256", *EIGHT_BITS, "--parallel.tp", "2"]
     with pytest.raises(ConfigError) as error:
-        simulate([(load_config(args), 0)], 2, on_gpu=False)
+        resolve(load_config([*args, *adapters], check_files=()), 2)
     message = (
-        "'8bit' needs row lengths divisible by 256, but tp shortens the rows of layers.0.attention.wo.weight to 128; "
+        f"'8bit' needs row lengths divisible by 256, but tp shortens the rows of layers.0.attention.wo.{matrix} to 128; "
         "use 'bf16'"
     )
     assert (error.value.key, error.value.message) == ("optimizer.state_dtype", message)

@@ -10,8 +10,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from trainer.base.config import ConfigError, OptimizerConfig
-from trainer.runtime.dtensor import to_local
+from trainer.base.config import ConfigError
 
 BLOCK_SIZE = 256
 """Number of values that share a scale."""
@@ -38,13 +37,12 @@ def note_of_fp32_moments(unquantized: Mapping[str, Tensor], num_trained: int) ->
     return f"8-bit moments do not apply to {100 * share:.3g} % of the trained values, which have fp32 moments: {reason}"
 
 
-def require_shard_independent_blocks(parameters: Mapping[str, Tensor], config: OptimizerConfig) -> None:
-    """Raise ConfigError if 8-bit quantization would depend on the layout. The parameters may be on the meta device."""
-    for name, p in parameters.items():
-        local = to_local(p)
-        if config.state_dtype == "8bit" and is_quantizable(p) and not is_quantizable(local):
-            rule = f"'8bit' needs row lengths divisible by {BLOCK_SIZE}, but tp shortens the rows of {name} to {local.shape[-1]}"
-            raise ConfigError("optimizer.state_dtype", f"{rule}; use 'bf16'")
+def require_complete_blocks(name: str, row_length: int) -> None:
+    """Raise ConfigError if tp splits blocks, because quantization would depend on the layout. name: of a matrix with complete
+    blocks. row_length: on a rank."""
+    if row_length % BLOCK_SIZE:
+        rule = f"'8bit' needs row lengths divisible by {BLOCK_SIZE}, but tp shortens the rows of {name} to {row_length}"
+        raise ConfigError("optimizer.state_dtype", f"{rule}; use 'bf16'")
 
 
 def _values(signed: bool) -> list[float]:

@@ -106,7 +106,7 @@ def resolve(config: Config, world_size: int) -> ResolvedRun:
     float8 = resolve_float8(model, structure, training)
     check_shapes(float8, model, structure, dims, training, config.parallel.sequence_parallel)
     buffers = frozenset(saved_buffers(model))
-    optimizer = resolve_optimizer(config.optimizer, model, trained, sizes, name)
+    optimizer = resolve_optimizer(config.optimizer, model, trained, sizes, name, dims.tp)
     compatibility.check(config, known | trained_facts(config, model, spec, sizes, dims, trained, optimizer))
     dimensions = {f"model.{name}": value for name, value in asdict(sizes).items()}
     sequence_shards = dims.cp * (dims.tp if config.parallel.sequence_parallel else 1)

@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
-from models.spec import Model, Structure, is_bias
+from models.spec import Model, Structure, is_bias, styles_in_blocks
 from models.width import width_role
-from trainer.adapters.select import TrainedParameters, adaptable_weights
+from trainer.adapters.select import LORA_B, TrainedParameters, adaptable_weights, weight_of
 from trainer.base.config import ConfigError, OptimizerConfig
 from trainer.base.system.files import digest, short_digest
 from trainer.optim import quantized_moments
@@ -35,7 +35,7 @@ class ResolvedOptimizer:
 
 
 def resolve_optimizer(
-    config: OptimizerConfig, model: Model, trained: TrainedParameters, sizes: Any, name: str
+    config: OptimizerConfig, model: Model, trained: TrainedParameters, sizes: Any, name: str, tp: int
 ) -> ResolvedOptimizer:
     """Resolve the optimizer's settings.
 
@@ -45,6 +45,7 @@ def resolve_optimizer(
         trained: Its trained parameters.
         sizes: Its dimensions.
         name: Of the model, for messages.
+        tp: Degree of tensor parallelism.
 
     Raises:
         ConfigError: The model cannot be trained with these settings.
@@ -68,6 +69,8 @@ def resolve_optimizer(
     if config.state_dtype == "8bit":
         matrices = {n: p for n, p in tensors.items() if p.dim() >= 2 and n not in biases}
         fp32_moments = _fp32_moments(matrices, num_trained, name)
+        for n, length in _split_rows(matrices, trained, styles_in_blocks(model, structure.blocks_path), tp).items():
+            quantized_moments.require_complete_blocks(n, length)
     return ResolvedOptimizer(
         groups=groups,
         width_ratio=width_ratio,
@@ -76,6 +79,27 @@ def resolve_optimizer(
         fp32_moments=fp32_moments,
         fingerprint=_fingerprint(config, groups, matrices_in_blocks),
     )
+
+
+def _split_rows(
+    matrices: Mapping[str, Tensor], trained: TrainedParameters, styles: Mapping[str, str], tp: int
+) -> dict[str, int]:
+    """Return name of a matrix with 8-bit moments whose rows tp splits -> their length on a rank. These are the weights of modules
+    that add up what tp ranks compute, and the first matrices of their adapters.
+
+    Args:
+        matrices: Trained matrices by name.
+        trained: The trained parameters.
+        styles: See styles_in_blocks.
+        tp: Degree of tensor parallelism.
+    """
+    return {
+        name: matrix.shape[-1] // tp
+        for name, matrix in matrices.items()
+        if styles.get((weight_of(name) if name in trained.shapes else name).removesuffix(".weight")) == "row"
+        and not name.endswith(LORA_B)
+        and quantized_moments.is_quantizable(matrix)
+    }
 
 
 def _fingerprint(
