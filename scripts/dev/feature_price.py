@@ -34,7 +34,7 @@ CAPABILITIES = {
     "Context parallelism": "trainer/parallel/context_parallel.py tests/parallel/test_context_parallel.py",
     "Pipeline parallelism": "trainer/parallel/{pipeline,stages}.py tests/parallel/test_pipeline.py",
     "Mixtures of experts, expert parallelism": """
-        models/{moe,grouped}.py trainer/parallel/{experts,balance}.py scripts/dev/expert_layer.py
+        models/{moe,row_groups}.py trainer/parallel/{experts,balance}.py scripts/dev/expert_layer.py
         tests/models/test_moe.py tests/parallel/test_{experts,correction}.py""",
     "Masks of documents and windows": "trainer/parallel/attention.py tests/parallel/test_documents.py",
     "Activation checkpointing and offloading": """
@@ -81,7 +81,7 @@ CAPABILITIES = {
         scripts/convert_hf.py scripts/dev/check_exports.py trainer/tools/testing/transformers_reader.py
         tests/checkpoint/formats/test_{huggingface,families,tokenizer_files}.py""",
     "Weights in FP8 and MXFP4": """
-        trainer/checkpoint/formats/{fp8,mxfp4,quantization}.py tests/checkpoint/formats/test_{fp8,mxfp4}.py""",
+        trainer/checkpoint/formats/{fp8_blocks,mxfp4,quantization_config}.py tests/checkpoint/formats/test_{fp8_blocks,mxfp4}.py""",
     "--from: a folder gives several settings": """
         trainer/base/config/{pretrained,tokenizer_and_template}.py
         tests/base/config/test_pretrained.py tests/end_to_end/test_pretrained.py""",
@@ -121,7 +121,7 @@ CAPABILITIES = {
     "Samples as the model sees them": "trainer/tools/report/view/* tests/tools/report/view/*",
     # Checkpoints and runs
     "Checkpoints, exact resume": """
-        trainer/checkpoint/{commit,manager,manifest,resume,storage}.py scripts/checkpoint.py
+        trainer/checkpoint/{commit,manager,manifest,resume,tensor_files}.py scripts/checkpoint.py
         tests/checkpoint/test_{commit,crash_points,failed_saves,manifest,resume}.py tests/scripts/test_checkpoint.py""",
     "Saves in the background": "trainer/checkpoint/async_save.py tests/checkpoint/test_async_save.py",
     "Hangs and the time limit of collectives": """
