@@ -81,7 +81,8 @@ CAPABILITIES = {
         scripts/convert_hf.py scripts/dev/check_exports.py trainer/tools/testing/transformers_reader.py
         tests/checkpoint/formats/test_{huggingface,families,tokenizer_files}.py""",
     "Weights in FP8 and MXFP4": """
-        trainer/checkpoint/formats/{fp8_blocks,mxfp4,quantization_config}.py tests/checkpoint/formats/test_{fp8_blocks,mxfp4}.py""",
+        trainer/checkpoint/formats/{fp8_blocks,mxfp4,quantization_config}.py
+        tests/checkpoint/formats/test_{fp8_blocks,mxfp4}.py""",
     "--from: a folder gives several settings": """
         trainer/base/config/{pretrained,tokenizer_and_template}.py
         tests/base/config/test_pretrained.py tests/end_to_end/test_pretrained.py""",
