@@ -59,4 +59,4 @@ def test_the_likely_speed_counts_gathers_of_experts_and_rows_that_leave_a_node()
 def test_a_shallow_model_has_experts_if_any_block_has(overrides):
     """The first layer of DeepSeek-V3 has none."""
     candidate = layouts("--model.name", "deepseek-v3" if not overrides else "qwen3-moe", *overrides)[-1]
-    assert resolve(_shallow(candidate, 1, 8), 8).plan.has_experts
+    assert resolve(_shallow(candidate, 1, 8), 8).structure.has_experts
