@@ -35,9 +35,15 @@ from trainer.base.config.required_files import DATA_SECTIONS
 from trainer.base.system import console
 from trainer.base.system.files import atomic_write
 from trainer.base.system.spelling import counted
-from trainer.data.datasets import all_dataset_configs, blame_setting, dataset_configs, describe_template, pack_splits
+from trainer.data.datasets import (
+    all_dataset_configs,
+    blame_setting,
+    dataset_configs,
+    describe_template,
+    mixture_phases,
+    pack_splits,
+)
 from trainer.data.prepare.prepare import prepare, unused_fields
-from trainer.data.sampling.phases import parse_mixture
 from trainer.data.store.held_out import open_splits
 from trainer.data.store.store import SPLITS, check_content, open_store, read_description
 from trainer.data.tokenizer.backends import load_tokenizer
@@ -120,7 +126,7 @@ def main() -> None:
     with config.explained_errors():
         if line := provenance(config):
             console.info(line)
-        parse_mixture(config.data.mixture, list(dataset_configs(config.data)))  # refuses one that training would refuse
+        mixture_phases(config.data)  # refuses what training would refuse
         tokenizer = load_tokenizer(config.tokenizer)
         for warning in tokenizer.warnings:
             console.warning(warning)

@@ -116,11 +116,8 @@ def parity_reference(ranks, tiny, tmp_path_factory):
 
 def is_tested_here(text):
     """Eight ranks have degrees only: other settings have smaller layouts. Compiled layouts have tests of their own."""
-    size, has_degrees_only = (
-        ranks_and_flags(text)[0],
-        all(key.startswith("parallel.") for key in Layout.parse(text).settings),
-    )
-    return "compile" not in text and (size < 8 or has_degrees_only)
+    has_degrees_only = all(key.startswith("parallel.") for key in Layout.parse(text).settings)
+    return "compile" not in text and (ranks_and_flags(text)[0] < 8 or has_degrees_only)
 
 
 @pytest.mark.parametrize("text", [layout_param(text) for text in PARITY_MATRIX if is_tested_here(text)])

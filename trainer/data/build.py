@@ -10,10 +10,10 @@ import numpy as np
 
 from trainer.base.config import ConfigError, DataConfig
 from trainer.base.system import console
-from trainer.data.datasets import SINGLE, dataset_configs, packing_folder
+from trainer.data.datasets import SINGLE, dataset_configs, mixture_phases, packing_folder
 from trainer.data.sampling.mixture import CombinedSamples
 from trainer.data.sampling.packing import PackedIndex, has_target, read_packing
-from trainer.data.sampling.phases import MixturePhase, parse_mixture
+from trainer.data.sampling.phases import MixturePhase
 from trainer.data.sampling.samples import ConcatSamples, PackedSamples, Samples
 from trainer.data.store.held_out import Splits, open_splits
 from trainer.data.store.store import TokenStore, open_store, splits_digest
@@ -48,7 +48,7 @@ def open_datasets(
     folders = {name: Path(folder) for name, folder in json.loads(stores).items()}
     configs = dataset_configs(data)
     single = list(configs) == [SINGLE]
-    phases = parse_mixture(data.mixture, list(configs))
+    phases = mixture_phases(data)
     splits = {name: open_splits(folders[f"train/{name}"], config, evaluates) for name, config in configs.items()}
     training: dict[str, Samples] = {}
     evaluation: dict[str, Samples] = {}

@@ -13,6 +13,7 @@ from trainer.base.system.spelling import did_you_mean
 from trainer.data.prepare.encode import CHAT_DATASETS, chat_format
 from trainer.data.prepare.prepare import prepare, writing
 from trainer.data.sampling.packing import pack
+from trainer.data.sampling.phases import MixturePhase, parse_mixture
 from trainer.data.sources import DATASETS
 from trainer.data.sources.records import SHIPPED
 from trainer.data.store.held_out import open_splits
@@ -29,6 +30,11 @@ def dataset_configs(data: DataConfig) -> dict[str, DataConfig]:
     if not data.datasets:
         return {SINGLE: data}
     return {name: _dataset_config(data, f"data.datasets.{name}", text) for name, text in data.datasets.items()}
+
+
+def mixture_phases(data: DataConfig) -> tuple[MixturePhase, ...]:
+    """Return the phases in which the training datasets are mixed. Raises ConfigError, also for an invalid entry."""
+    return parse_mixture(data.mixture, list(dataset_configs(data)))
 
 
 def all_dataset_configs(data: DataConfig, sets: Mapping[str, str]) -> Iterator[tuple[str, str, DataConfig]]:

@@ -38,8 +38,12 @@ def note_of_fp32_moments(unquantized: Mapping[str, Tensor], num_trained: int) ->
 
 
 def require_complete_blocks(name: str, row_length: int) -> None:
-    """Raise ConfigError if tp splits blocks, because quantization would depend on the layout. name: of a matrix with complete
-    blocks. row_length: on a rank."""
+    """Raise ConfigError if tp splits blocks, because quantization would depend on the layout.
+
+    Args:
+        name: Of a matrix with complete blocks.
+        row_length: On a rank.
+    """
     if row_length % BLOCK_SIZE:
         rule = f"'8bit' needs row lengths divisible by {BLOCK_SIZE}, but tp shortens the rows of {name} to {row_length}"
         raise ConfigError("optimizer.state_dtype", f"{rule}; use 'bf16'")

@@ -29,7 +29,7 @@ class Updater(Protocol):
         """
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Rule:
     """A rule that updates parameters."""
 
@@ -47,10 +47,16 @@ class Rule:
 
 RULES = {
     "adamw": Rule(
-        False, lambda groups, config, biases, sharding: adamw(groups, config, biases), adamw_bytes, adamw_width_powers
+        only_matrices=False,
+        build=lambda groups, config, biases, sharding: adamw(groups, config, biases),
+        state_bytes=adamw_bytes,
+        width_powers=adamw_width_powers,
     ),
     "muon": Rule(
-        True, lambda groups, config, biases, sharding: Muon(groups, config, sharding), muon_bytes, muon_width_powers
+        only_matrices=True,
+        build=lambda groups, config, biases, sharding: Muon(groups, config, sharding),
+        state_bytes=muon_bytes,
+        width_powers=muon_width_powers,
     ),
 }
 """Value of [optimizer] name, and of the option `optimizer` of a group -> rule. A rank updates parameters in this order."""

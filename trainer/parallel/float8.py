@@ -18,6 +18,7 @@ from trainer.base.config import ConfigError, TrainingConfig
 from trainer.base.config.fields import matching
 from trainer.parallel.mesh import ParallelDims
 from trainer.parallel.shard_product import product_with_shard
+from trainer.parallel.tensor import shard_shape
 from trainer.runtime.dtensor import local_factor
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -167,9 +168,8 @@ def check_shapes(
     for name, module in model.named_modules():
         if name not in float8.modules:
             continue
-        style, (rows, columns) = styles.get(name, ""), module.weight.shape
-        rows = rows // dims.tp if style in ("column", "local_column") else rows
-        columns = columns // dims.tp if style == "row" else columns
+        style = styles.get(name, "")
+        rows, columns = shard_shape(module.weight.shape, style, dims.tp)
         if rows % ALIGNMENT or columns % ALIGNMENT:
             message = (
                 f"{name} has a matrix of {rows} x {columns} on each rank{tp}, but float8 needs multiples of {ALIGNMENT}"

@@ -12,6 +12,7 @@ from trainer.base.config import ConfigError, ParallelConfig
 from trainer.parallel.fsdp import apply_fsdp
 from trainer.parallel.mesh import Meshes, ParallelDims
 from trainer.parallel.quantized import quantize_weights
+from trainer.parallel.tensor import shard_shape
 from trainer.parallel.unsharded import cast_parameters
 from trainer.runtime.device import DTYPES
 
@@ -71,8 +72,7 @@ def require_storable(quantized: Collection[str], model: nn.Module, structure: St
     """Raise ConfigError if this layout cannot keep the weights `quantized` in 4 bits. model: the complete model."""
     styles = styles_in_blocks(model, structure.blocks_path)
     for name in sorted(quantized):
-        columns = model.get_parameter(name).shape[-1]
-        is_split = styles.get(name.removesuffix(".weight")) == "row"
-        if is_split and columns % (BLOCK * dims.tp):
-            rule = f"{BLOCK} x tp = {BLOCK * dims.tp} must divide the {columns} columns of {name}"
+        shape = model.get_parameter(name).shape[-2:]
+        if shard_shape(shape, styles.get(name.removesuffix(".weight"), ""), dims.tp)[1] % BLOCK:
+            rule = f"{BLOCK} x tp = {BLOCK * dims.tp} must divide the {shape[-1]} columns of {name}"
             raise ConfigError("parallel.tp", f"splits blocks of [lora] base_dtype: {rule}")

@@ -5,7 +5,7 @@ Korthikanti et al. 2022 (arXiv:2205.05198). Parameters are DTensors of the full 
 degree of tensor parallelism.
 """
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -165,6 +165,18 @@ def styles(sequence_parallel: bool, recompute_all_gather: bool) -> dict[str, Par
         "row": RowwiseParallel(output_layouts=residual),
         "output": _Output(residual),
     }
+
+
+def shard_shape(shape: Sequence[int], style: str, tp: int) -> tuple[int, int]:
+    """Return the rows and columns of a matrix that a rank has under tensor parallelism.
+
+    Args:
+        shape: Rows and columns of the matrix.
+        style: Key of styles() of its module, or "".
+        tp: Degree, which divides what the style splits.
+    """
+    rows, columns = shape
+    return rows // tp if style in ("column", "local_column") else rows, columns // tp if style == "row" else columns
 
 
 def apply_tensor(

@@ -11,8 +11,7 @@ from trainer.checkpoint.formats.initial_weights import open_initial_weights
 from trainer.checkpoint.formats.weights import Weights
 from trainer.checkpoint.resume import ResumePoint, require_compatible
 from trainer.data.build import Datasets
-from trainer.data.datasets import dataset_configs
-from trainer.data.sampling.phases import parse_mixture
+from trainer.data.datasets import mixture_phases
 from trainer.data.tokenizer.protocol import Tokenizer
 from trainer.evaluate import EvalSet, build_eval_sets
 from trainer.inference.samples import encode_prompts
@@ -72,7 +71,7 @@ def check_run(
     check_memory(config, resolved, model_parts, device)
     weights = _open_weights(config, resolved, point)
     saved = None if point is None else point.state
-    parse_mixture(config.data.mixture, list(dataset_configs(config.data)))  # to prepare data may take hours
+    mixture_phases(config.data)  # to prepare data may take hours
     datasets, state = open_data(config, text.tokenizer, saved), saved or TrainState()
     known = config if datasets is None else with_steps(config, datasets, state)
     if known.training.epochs is None:

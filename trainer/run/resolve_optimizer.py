@@ -14,6 +14,7 @@ from trainer.base.system.files import digest, short_digest
 from trainer.optim import quantized_moments
 from trainer.optim.parameter_groups import ParameterGroup, resolve_groups
 from trainer.optim.rules import RULES
+from trainer.parallel.tensor import shard_shape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,8 +70,7 @@ def resolve_optimizer(
     if config.state_dtype == "8bit":
         matrices = {n: p for n, p in tensors.items() if p.dim() >= 2 and n not in biases}
         fp32_moments = _fp32_moments(matrices, num_trained, name)
-        for n, length in _split_rows(matrices, trained, styles_in_blocks(model, structure.blocks_path), tp).items():
-            quantized_moments.require_complete_blocks(n, length)
+        _require_complete_blocks(matrices, trained, styles_in_blocks(model, structure.blocks_path), tp)
     return ResolvedOptimizer(
         groups=groups,
         width_ratio=width_ratio,
@@ -81,11 +81,10 @@ def resolve_optimizer(
     )
 
 
-def _split_rows(
+def _require_complete_blocks(
     matrices: Mapping[str, Tensor], trained: TrainedParameters, styles: Mapping[str, str], tp: int
-) -> dict[str, int]:
-    """Return name of a matrix with 8-bit moments whose rows tp splits -> their length on a rank. These are the weights of modules
-    that add up what tp ranks compute, and the first matrices of their adapters.
+) -> None:
+    """Raise ConfigError if tp splits blocks of 8-bit moments.
 
     Args:
         matrices: Trained matrices by name.
@@ -93,13 +92,12 @@ def _split_rows(
         styles: See styles_in_blocks.
         tp: Degree of tensor parallelism.
     """
-    return {
-        name: matrix.shape[-1] // tp
-        for name, matrix in matrices.items()
-        if styles.get((weight_of(name) if name in trained.shapes else name).removesuffix(".weight")) == "row"
-        and not name.endswith(LORA_B)
-        and quantized_moments.is_quantizable(matrix)
-    }
+    for name, matrix in matrices.items():
+        weight = weight_of(name) if name in trained.shapes else name
+        # The columns of an adapter's second matrix are its rank, which no style splits.
+        style = "" if name.endswith(LORA_B) else styles.get(weight.removesuffix(".weight"), "")
+        if quantized_moments.is_quantizable(matrix):
+            quantized_moments.require_complete_blocks(name, shard_shape(matrix.shape[-2:], style, tp)[1])
 
 
 def _fingerprint(
