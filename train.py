@@ -16,7 +16,7 @@ import sys
 from functools import partial
 from typing import NoReturn
 
-from trainer.base.config import Config, ConfigError, compatibility
+from trainer.base.config import Config, ConfigError
 from trainer.base.config.command_line import config_from_command_line
 from trainer.base.config.environment_variables import check_environment
 from trainer.base.config.exits import one_line_errors
@@ -41,7 +41,6 @@ def run(config: Config, listener: SignalListener) -> int:
 
     with one_line_errors(), config.explained_errors():
         resolved = resolve(config, distributed.world_size())
-        compatibility.check(config, device.float8_facts(config.run.device))
         rank_device = device.select_device(config.run.device)
     lock = None  # held until this function returns
     try:

@@ -41,9 +41,9 @@ from tqdm import tqdm
 
 from trainer.base.config.checkpoints import best_checkpoint, best_step, list_checkpoints
 from trainer.base.config.recognition import is_checkpoint
-from trainer.base.system.checkpoint_folder import STATE_FILE, parse_step
 from trainer.base.system.files import folder_error
 from trainer.base.system.paths import split_best
+from trainer.base.system.run_files import CHECKPOINTS, STATE_FILE, parse_step
 from trainer.base.system.spelling import counted
 from trainer.checkpoint import manifest
 from trainer.checkpoint.manifest import CorruptError
@@ -55,10 +55,10 @@ def find_checkpoints(path: Path) -> list[Path]:
     """Return the checkpoint at `path`, or all checkpoints of the run at `path`. Raises ConfigError for an unreadable folder."""
     run_folder, is_best = split_best(path)
     if is_best:
-        return [best_checkpoint(run_folder / "checkpoints")]
+        return [best_checkpoint(run_folder / CHECKPOINTS)]
     if parse_step(path.name) is not None or is_checkpoint(path):
         return [path]
-    return list_checkpoints(path / "checkpoints") or list_checkpoints(path)
+    return list_checkpoints(path / CHECKPOINTS) or list_checkpoints(path)
 
 
 def size_and_time(checkpoint: Path) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from trainer.base.system.run_files import CONFIG_FILE, ENVIRONMENT_FILE, METRICS_FILE
 from trainer.base.system.signals import exit_on_interrupt
 
 if __name__ == "__main__":
@@ -27,9 +28,9 @@ from trainer.tools.report.run import find_run, require_run
 
 def differences(a: Path, b: Path) -> Iterator[str]:
     """Yield one line for each setting and each part of the environment that differs. Raises ConfigError for unreadable files."""
-    files = (a / "config.toml", b / "config.toml")
+    files = (a / CONFIG_FILE, b / CONFIG_FILE)
     yield from differing_settings(*(setting_texts(_read(file), file) for file in files))
-    first, second = (_flat(_read(run / "environment.json", read_json_object)) for run in (a, b))
+    first, second = (_flat(_read(run / ENVIRONMENT_FILE, read_json_object)) for run in (a, b))
     for key in sorted(first | second):
         if first.get(key) != second.get(key):
             yield f"{key} {first.get(key)} -> {second.get(key)}"
@@ -37,7 +38,7 @@ def differences(a: Path, b: Path) -> Iterator[str]:
 
 def losses(run: Path) -> dict[int, Any]:
     """Return step -> logged loss."""
-    records = _read(run / "metrics.jsonl", lambda path: list(read_json_lines(path)))
+    records = _read(run / METRICS_FILE, lambda path: list(read_json_lines(path)))
     return {r["step"]: r["loss"] for r in records if r.get("kind") == "train" and r.keys() >= {"step", "loss"}}
 
 

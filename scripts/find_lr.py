@@ -25,6 +25,7 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
+from trainer.base.system.run_files import CHECKPOINTS, METRICS_FILE
 from trainer.base.system.signals import exit_on_interrupt
 
 if __name__ == "__main__":
@@ -185,7 +186,7 @@ def settings_of_test(config: Config, min_lr: float, max_lr: float, steps: int) -
 def read_curve(folder: Path) -> tuple[Curve, bool]:
     """Return the curve that a run has recorded, and whether a loss that is not finite ends it."""
     rates, losses = [], []
-    path = folder / "metrics.jsonl"
+    path = folder / METRICS_FILE
     for record in read_json_lines(path) if path.exists() else ():
         if record["kind"] == "train":
             if record["loss"] is None or not math.isfinite(record["loss"]):
@@ -308,7 +309,7 @@ def main() -> None:
         print_suggestion(Suggestion(saved["rate"], saved["reason"]))
         return
     report(folder, config.run.name, train(test))
-    shutil.rmtree(folder / "checkpoints")  # nobody continues a complete range test
+    shutil.rmtree(folder / CHECKPOINTS)  # nobody continues a complete range test
 
 
 if __name__ == "__main__":

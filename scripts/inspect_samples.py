@@ -13,6 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from trainer.base.system.run_files import CONFIG_FILE, METRICS_FILE
 from trainer.base.system.signals import exit_on_interrupt
 
 if __name__ == "__main__":
@@ -55,7 +56,7 @@ _TEXT_LENGTH = 60
 def samples_of_step(run: Path, step: int) -> tuple[np.ndarray, tuple[tuple[int, int], ...]]:
     """Return the cursor positions of the samples that a step consumed, and the samples that the run had skipped before. Raises
     ConfigError if metrics.jsonl has no valid record of this step."""
-    path, last_step = run / "metrics.jsonl", 0
+    path, last_step = run / METRICS_FILE, 0
     try:
         for record in read_json_lines(path):
             if record["kind"] != "train":
@@ -71,7 +72,7 @@ def samples_of_step(run: Path, step: int) -> tuple[np.ndarray, tuple[tuple[int, 
 
 
 def print_samples(run: Path, step: int, complete: bool) -> None:
-    config = load_config(["--config", str(run / "config.toml")], DATA_SECTIONS)
+    config = load_config(["--config", str(run / CONFIG_FILE)], DATA_SECTIONS)
     with config.explained_errors():
         _print_samples(config, run, step, complete)
 
@@ -96,7 +97,7 @@ def _print_samples(config: Config, run: Path, step: int, complete: bool) -> None
 
 def main() -> None:
     args = arguments().parse_args()
-    if not (args.run / "metrics.jsonl").is_file():
+    if not (args.run / METRICS_FILE).is_file():
         raise ConfigError("", f"{args.run}: is not a run folder, because it has no metrics.jsonl")
     print_samples(args.run, args.step, args.show)
 

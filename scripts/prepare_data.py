@@ -38,9 +38,9 @@ from trainer.base.system.spelling import counted
 from trainer.data.datasets import (
     all_dataset_configs,
     blame_setting,
+    check_names,
     dataset_configs,
     describe_template,
-    mixture_phases,
     pack_splits,
 )
 from trainer.data.prepare.prepare import prepare, unused_fields
@@ -126,7 +126,7 @@ def main() -> None:
     with config.explained_errors():
         if line := provenance(config):
             console.info(line)
-        mixture_phases(config.data)  # refuses what training would refuse
+        check_names(config.data, config.evaluation)  # refuses what training would refuse
         tokenizer = load_tokenizer(config.tokenizer)
         for warning in tokenizer.warnings:
             console.warning(warning)

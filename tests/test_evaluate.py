@@ -14,7 +14,7 @@ from tests.faults.harness import write_corpus
 from tests.training_runs import records, train
 from trainer.base.config import DataConfig, EvaluationConfig, TokenizerConfig
 from trainer.base.system import console
-from trainer.base.system.checkpoint_folder import latest_per_step, step_of
+from trainer.base.system.run_files import latest_per_step, step_of
 from trainer.checkpoint.best import BestTracker
 from trainer.data.build import open_datasets
 from trainer.data.datasets import prepare_datasets

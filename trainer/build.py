@@ -17,18 +17,18 @@ from trainer.base.config.render import to_toml
 from trainer.base.config.schema.condition import Known
 from trainer.base.config.schema.facts import OWN_OBJECTIVE
 from trainer.base.system import console
-from trainer.base.system.checkpoint_folder import committed
 from trainer.base.system.files import digest
+from trainer.base.system.run_files import CHECKPOINTS, CONFIG_FILE, committed
 from trainer.base.system.signals import StopRequest
 from trainer.checkpoint.async_save import WRITERS
 from trainer.checkpoint.best import BestTracker
-from trainer.checkpoint.formats.model_metadata import GENERATION_CONFIG
+from trainer.checkpoint.formats.model_metadata import GENERATION_CONFIG, ids_of_ends
 from trainer.checkpoint.manager import CheckpointManager, saved_tensors
 from trainer.checkpoint.resume import ResumePoint
 from trainer.data.sampling.loader import BatchPartition
 from trainer.engine import Engine, build_model_parts, build_objective
 from trainer.evaluate import Evaluator
-from trainer.inference.samples import SampleGenerator, stop_tokens
+from trainer.inference.samples import SampleGenerator
 from trainer.initial_model import InitialModel
 from trainer.objective.objective import Objective
 from trainer.parallel.attention import CPU_BACKEND, GPU_BACKEND
@@ -115,7 +115,7 @@ def _prepare_run_folder(config: Config, is_new: bool) -> None:
     folder = config.run.folder
     if line := provenance(config):
         console.info(line)
-    if is_new and run_on_rank_0(lambda: committed(folder / "checkpoints")):
+    if is_new and run_on_rank_0(lambda: committed(folder / CHECKPOINTS)):
         raise ConfigError(
             "run.name", f"{folder} has checkpoints of an earlier run; resume_point returns the one to resume from"
         )
@@ -159,12 +159,12 @@ def _build_checkpoints(
 ) -> CheckpointManager:
     """Start the writer of checkpoints, and build their manager."""
     config = run.config
-    files = {"config.toml": to_toml(config).encode(), **initial.files}
+    files = {CONFIG_FILE: to_toml(config).encode(), **initial.files}
     tensors = saved_tensors(engine.tensors(), devices.rng_state(engine.device))
     writer = WRITERS[config.checkpoint.async_mode if config.checkpoint.enabled else "off"](engine.device, tensors)
     return CheckpointManager(
         config.checkpoint,
-        config.run.folder / "checkpoints",
+        config.run.folder / CHECKPOINTS,
         engine.device,
         tensors=engine.tensors,
         after_load=partial(engine.optimizer.sync_master_weights, state_loaded=True),
@@ -175,7 +175,7 @@ def _build_checkpoints(
             f"{group}/{name}" for group in ("model", "optimizer", "average") for name in resolved.saved_names
         },
         files=files,
-        metadata=versions() | {"config": digest(files["config.toml"])},
+        metadata=versions() | {"config": digest(files[CONFIG_FILE])},
     )
 
 
@@ -205,7 +205,7 @@ def _build_samples(
         prompts=run.prompts,
         is_chat=run.text.is_chat,
         tokenizer=run.text.tokenizer,
-        stop=stop_tokens(run.text.tokenizer, json.loads(initial.files[GENERATION_CONFIG])),
+        stop=frozenset(ids_of_ends(json.loads(initial.files[GENERATION_CONFIG]))),
         vocab_size=resolved.sizes.vocab_size,
         seq_len=run.config.training.seq_len,
         partition=partition,

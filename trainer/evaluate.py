@@ -11,8 +11,8 @@ import torch
 
 from trainer.base.config import ConfigError, EvaluationConfig
 from trainer.base.system import console
-from trainer.base.system.spelling import did_you_mean
 from trainer.batch import IGNORE_INDEX
+from trainer.data.datasets import require_evaluated
 from trainer.data.sampling.loader import BatchPartition, evaluation_batches
 from trainer.data.sampling.samples import Samples
 from trainer.objective.objective import Objective
@@ -70,9 +70,7 @@ def build_eval_sets(
     is the name of an unknown dataset, or if a dataset has no complete sample."""
     if not config.interval_steps:
         return []
-    if config.keep_best_on and config.keep_best_on not in sets:
-        hint = did_you_mean(config.keep_best_on, sets)
-        raise ConfigError("evaluation.keep_best_on", f"unknown evaluation dataset; available: {', '.join(sets)}{hint}")
+    require_evaluated(config, sets)
     for name, samples in sets.items():
         if not len(samples):
             raise ConfigError(

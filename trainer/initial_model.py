@@ -11,8 +11,8 @@ from trainer.base.config.checkpoints import resolve_checkpoint
 from trainer.base.config.pretrained import is_from_pretrained
 from trainer.base.config.render import to_toml
 from trainer.base.system import console
-from trainer.base.system.checkpoint_folder import MANIFEST
 from trainer.base.system.files import digest, digest_of, short_digest
+from trainer.base.system.run_files import MANIFEST
 from trainer.checkpoint.formats.folders import open_complete
 from trainer.checkpoint.formats.initial_weights import (
     load_adapter,

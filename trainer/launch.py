@@ -12,6 +12,7 @@ sys.path.insert(0, ROOT)
 
 from trainer.base.system.dependencies import require_dependencies
 from trainer.base.system.signals import LAUNCHER_PID, SignalForwarder, SignalListener, end_before_training
+from trainer.base.system.spelling import first_line
 from trainer.base.system.streams import flush_standard_streams, open_standard_streams, print_error, require_stdout
 
 if __name__ == "__main__":  # before the other imports, during which signals arrive too
@@ -148,7 +149,7 @@ def main(listener: SignalListener) -> NoReturn:
         code = forwarder.exit_code(error)
     except (DistNetworkError, DistStoreError, RendezvousError) as error:
         late = f"fewer than {options.min_nodes} nodes joined within {timeout_s:g} s"  # torch's error for it has no text
-        text = (str(error) or late).splitlines()[0]
+        text = first_line(error) if str(error) else late
         print_error(f"rendezvous of the launchers failed at {options.address}:{options.port}: {text}")
         code = 1
     flush_standard_streams()

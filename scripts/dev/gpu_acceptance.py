@@ -43,10 +43,10 @@ from trainer.base.config import ConfigError
 from trainer.base.config.arguments import Arguments
 from trainer.base.config.exits import run_to_end
 from trainer.base.config.load import load_config
-from trainer.base.system.checkpoint_folder import MODEL_FILE
 from trainer.base.system.environment import environment
 from trainer.base.system.files import read_json_lines
 from trainer.base.system.process import cores
+from trainer.base.system.run_files import METRICS_FILE, MODEL_FILE
 from trainer.base.system.units import GIB
 from trainer.checkpoint.formats.model_metadata import ModelMetadata
 from trainer.checkpoint.formats.native_writer import write_tensors
@@ -127,7 +127,7 @@ class Failed(Exception):
 
 
 def _records(run: Path, kind: str) -> list[Row]:
-    return [record for record in read_json_lines(run / "metrics.jsonl") if record["kind"] == kind]
+    return [record for record in read_json_lines(run / METRICS_FILE) if record["kind"] == kind]
 
 
 @dataclass

@@ -19,6 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
+from trainer.base.system.run_files import METRICS_FILE
 from trainer.base.system.signals import exit_on_interrupt
 
 if __name__ == "__main__":
@@ -33,7 +34,6 @@ from trainer.base.config.render import require_same_settings
 from trainer.base.config.schema.condition import Known
 from trainer.base.config.schema.facts import SWEPT
 from trainer.base.system.process import die_with_parent
-from trainer.run.sinks.sink import METRICS_FILE
 from trainer.tools.report.picture import Picture
 from trainer.tools.report.records import Curve, read_records
 from trainer.tools.testing.layouts import Table, flags, settings_of

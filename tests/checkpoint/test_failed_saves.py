@@ -4,7 +4,7 @@ import pytest
 
 from tests.training_runs import train
 from trainer.base.system import console
-from trainer.base.system.checkpoint_folder import latest_per_step, step_of
+from trainer.base.system.run_files import latest_per_step, step_of
 from trainer.checkpoint import commit
 from trainer.checkpoint.commit import SaveFailed
 

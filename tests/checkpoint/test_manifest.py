@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 
+from trainer.base.system.run_files import MANIFEST
 from trainer.checkpoint import manifest
 from trainer.checkpoint.manifest import File, Manifest
 
@@ -33,7 +34,7 @@ def test_manifest_round_trip(tmp_path):
 def test_every_flipped_bit_is_reported_with_its_file(tmp_path):
     folder = make(tmp_path / "c")
     draw = random.Random(0)
-    for name in [*CONTENT, manifest.NAME]:
+    for name in [*CONTENT, MANIFEST]:
         data = (folder / name).read_bytes()
         for _ in range(60):
             position, bit = draw.randrange(len(data)), draw.randrange(8)
@@ -77,7 +78,7 @@ def make_folder(folder, name):
     (folder / name).mkdir()
 
 
-@pytest.mark.parametrize("name", [*CONTENT, manifest.NAME])
+@pytest.mark.parametrize("name", [*CONTENT, MANIFEST])
 @pytest.mark.parametrize(
     "damage", [truncate, lengthen, zero, swap, link, make_folder, lambda folder, name: (folder / name).unlink()]
 )
@@ -85,7 +86,7 @@ def test_every_damage_to_every_file_is_reported(tmp_path, damage, name):
     folder = make(tmp_path / "c")
     if (damage, name) == (zero, "c.bin"):
         return  # the file consists of zeros
-    if (damage, name) == (link, manifest.NAME):
+    if (damage, name) == (link, MANIFEST):
         return  # the content is unchanged
     damage(folder, name)
     assert manifest.find_damage(folder) != ""
@@ -117,20 +118,20 @@ def test_manifest_with_a_path_out_of_its_folder_is_rejected(tmp_path, name):
 )
 def test_invalid_manifest_is_reported(tmp_path, text):
     folder = make(tmp_path / "c")
-    (folder / manifest.NAME).write_bytes(text.encode(errors="surrogatepass"))
+    (folder / MANIFEST).write_bytes(text.encode(errors="surrogatepass"))
     assert manifest.find_damage(folder) in ("manifest.json is not a valid manifest", "manifest.json is not UTF-8 text")
 
 
 def test_huge_manifest_is_not_read(tmp_path):
     folder = make(tmp_path / "c")
-    with (folder / manifest.NAME).open("r+b") as file:
+    with (folder / MANIFEST).open("r+b") as file:
         file.truncate(10 * 2**30)
     assert manifest.find_damage(folder) == "manifest.json is larger than the limit of 67108864 bytes"
 
 
 def test_folder_without_a_manifest_is_damaged(tmp_path):
     folder = make(tmp_path / "c")
-    (folder / manifest.NAME).unlink()
+    (folder / MANIFEST).unlink()
     assert manifest.find_damage(folder) == "manifest.json cannot be read (No such file or directory)"
     shutil.rmtree(folder)
     assert "manifest.json" in manifest.find_damage(folder)
@@ -138,13 +139,13 @@ def test_folder_without_a_manifest_is_damaged(tmp_path):
 
 def test_another_format_version_is_named(tmp_path):
     folder = make(tmp_path / "c")
-    document = json.loads((folder / manifest.NAME).read_text()) | {"version": 1}
-    (folder / manifest.NAME).write_text(json.dumps(document))
+    document = json.loads((folder / MANIFEST).read_text()) | {"version": 1}
+    (folder / MANIFEST).write_text(json.dumps(document))
     assert manifest.find_damage(folder) == f"manifest.json has format version 1, expected {manifest.VERSION}"
 
 
 def test_reformatted_manifest_is_damaged(tmp_path):
     folder = make(tmp_path / "c")
-    content = json.loads((folder / manifest.NAME).read_text())
-    (folder / manifest.NAME).write_text(json.dumps(content))
+    content = json.loads((folder / MANIFEST).read_text())
+    (folder / MANIFEST).write_text(json.dumps(content))
     assert manifest.find_damage(folder) == "manifest.json is not a valid manifest"

@@ -12,8 +12,8 @@ from tests.training_runs import checkpoint_of, in_folder, records, train
 from trainer.base.config import ConfigError
 from trainer.base.config.checkpoints import best_step, list_checkpoints, resolve_checkpoint
 from trainer.base.config.load import load_config
-from trainer.base.system.checkpoint_folder import step_of
 from trainer.base.system.paths import split_best
+from trainer.base.system.run_files import step_of
 from trainer.checkpoint.formats.export import is_export_of
 from trainer.inference import load_model
 

@@ -12,7 +12,7 @@ from tests.training_runs import checkpoint_of, combine, in_folder, largest_devia
 from trainer.base.config import EvaluationConfig
 from trainer.base.config.checkpoints import best_step
 from trainer.base.system import console
-from trainer.base.system.checkpoint_folder import step_of
+from trainer.base.system.run_files import step_of
 from trainer.resilience.early_stopping import EarlyStopping
 from trainer.state import TrainState
 from trainer.tools.report.figures import figures_of

@@ -21,6 +21,7 @@ from tests.end_to_end.test_commands import free_port
 from tests.test_layering import SOURCES, name_of
 from tests.training_runs import train
 from trainer.base.config import CheckpointConfig, ConfigError
+from trainer.base.system.run_files import MANIFEST
 from trainer.checkpoint import manifest, resume
 from trainer.checkpoint.formats.export import export_run
 from trainer.checkpoint.manifest import CorruptError, File, Manifest
@@ -77,9 +78,7 @@ def after_a_header(path, bomb):
 
 def update_manifest(folder):
     """Write a manifest that agrees with the files."""
-    files = {
-        p.name: File(p.stat().st_size, manifest.digest_of(p)) for p in folder.glob("[!.]*") if p.name != manifest.NAME
-    }
+    files = {p.name: File(p.stat().st_size, manifest.digest_of(p)) for p in folder.glob("[!.]*") if p.name != MANIFEST}
     manifest.write(folder, Manifest(files, {}))
 
 
@@ -128,7 +127,7 @@ def test_no_payload_in_any_file_is_executed(ranks, tiny, trained, tmp_path, payl
         shutil.copytree(trained, run)
         path = run / "checkpoints" / "step-00000001"
         payload(path / name, Bomb(tmp_path / "executed"))
-        if name != manifest.NAME:
+        if name != MANIFEST:
             update_manifest(path)
     (errors,) = ranks(1).run(errors_of_every_use, tiny, list(runs.values()))
     expected = {".metadata": 0, "config.toml": 0, "tokenizer.tiktoken": 1, "generation_config.json": 2}
@@ -263,7 +262,7 @@ def test_a_huge_file_is_not_read(ranks, saved, tmp_path, file):
     path = shutil.copytree(saved, tmp_path / "c" / saved.name)
     with (path / file).open("r+b") as opened:
         opened.truncate(2**30 + 1)  # a sparse file: it takes no disk
-    if file != manifest.NAME:
+    if file != MANIFEST:
         update_manifest(path)
     with pytest.raises(RankError, match=r"its only checkpoint is damaged|is larger than the limit of 1073741824 bytes"):
         ranks(1).run(find_and_load, tmp_path / "c")

@@ -17,8 +17,8 @@ from pathlib import Path
 import xxhash
 
 from tests.training_runs import read_tensor, train
-from trainer.base.system.checkpoint_folder import latest_per_step, step_of
 from trainer.base.system.files import read_json_lines
+from trainer.base.system.run_files import latest_per_step, step_of
 from trainer.checkpoint import manifest
 from trainer.checkpoint.tensor_files import read_index
 from trainer.tools.testing.ranks import LocalRanks

@@ -19,7 +19,7 @@ from tests.faults.harness import (
     is_pending,
     kill,
 )
-from trainer.base.system.checkpoint_folder import latest_per_step, step_of
+from trainer.base.system.run_files import latest_per_step, step_of
 
 MODES = ("off", "thread")
 

@@ -320,7 +320,7 @@ def inject_crash_in_manifest(manifest) -> None:
         crash = AtSave(die)
 
         def write_half(path, content):
-            if path.name == manifest.NAME:
+            if path.name == manifest.MANIFEST:
                 path.write_bytes(content[: len(content) // 2])
                 crash()
 

@@ -18,6 +18,7 @@ from tests.fuzz.check import limits, may_refuse, refusal_of
 from tests.fuzz.strategies import Changed, Missing, Replaced, file_change
 from trainer.base.config.checkpoints import resolve_checkpoint
 from trainer.base.system.files import digest_of
+from trainer.base.system.run_files import MANIFEST
 from trainer.checkpoint import manifest
 from trainer.checkpoint.commit import load
 from trainer.checkpoint.formats.folders import open_weights
@@ -29,7 +30,7 @@ from trainer.runtime.device import DTYPES
 _TENSORS = "rank-00000.safetensors"
 _FILES = [
     _TENSORS,
-    manifest.NAME,
+    MANIFEST,
     "index.json",
     "model.json",
     "train_state.json",
@@ -57,12 +58,12 @@ class Case:
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
     name = draw(st.sampled_from(_FILES))
-    return Case(name, draw(file_change(name)), name != manifest.NAME and draw(st.booleans()))
+    return Case(name, draw(file_change(name)), name != MANIFEST and draw(st.booleans()))
 
 
 def _forge(checkpoint: Path, metadata: Mapping[str, Any]) -> None:
     """Write the sizes and hashes of the files to the manifest."""
-    files = [file for file in checkpoint.iterdir() if file.is_file() and file.name != manifest.NAME]
+    files = [file for file in checkpoint.iterdir() if file.is_file() and file.name != MANIFEST]
     contents = {file.name: File(file.stat().st_size, digest_of(file)) for file in files}
     manifest.write(checkpoint, Manifest(contents, metadata))
 

@@ -19,7 +19,7 @@ from tests.training_runs import (
     trainer_from,
 )
 from trainer.base.config import ResilienceConfig
-from trainer.base.system.checkpoint_folder import latest_per_step, step_of
+from trainer.base.system.run_files import latest_per_step, step_of
 from trainer.resilience.guard import (
     WINDOW,
     DivergenceWarning,

@@ -4,7 +4,7 @@ import pytest
 
 from tests.slurm.cluster import NODES, wait_until
 from tests.training_runs import records
-from trainer.base.system.checkpoint_folder import step_of
+from trainer.base.system.run_files import step_of
 
 
 class Job:

@@ -29,12 +29,12 @@ from torch.distributed.checkpoint import CheckpointException, SavePlan
 
 from trainer.base.config import ConfigError
 from trainer.base.system import console
-from trainer.base.system.checkpoint_folder import latest_per_step, step_of
 from trainer.base.system.files import describe, is_temporary, sync, temporary_path
+from trainer.base.system.run_files import latest_per_step, step_of
 from trainer.checkpoint import manifest, tensor_files
 from trainer.checkpoint.manifest import CorruptError, File, Manifest
 from trainer.checkpoint.tensor_files import TensorMetadata
-from trainer.runtime.distributed import all_gather_objects, run_on_rank_0
+from trainer.runtime.distributed import first_problem, run_on_rank_0
 from trainer.runtime.dtensor import local_region
 
 Tensors = Mapping[str, Tensor]
@@ -237,8 +237,3 @@ def require_match(
     if problems:
         more = f" (and {len(problems) - 5} more)" if len(problems) > 5 else ""
         raise ConfigError("", f"cannot load {folder}: {'; '.join(problems[:5])}{more}")
-
-
-def first_problem(problem: str) -> str:
-    """Return, on all ranks, the problem of the first rank that has one, or "". problem: this rank's problem, or ""."""
-    return next(filter(None, all_gather_objects(problem)), "")

@@ -12,7 +12,7 @@ from torch import Tensor
 from trainer.base.config import CheckpointConfig
 from trainer.base.config.checkpoints import list_checkpoints
 from trainer.base.system import console
-from trainer.base.system.checkpoint_folder import STATE_FILE, step_of
+from trainer.base.system.run_files import CONFIG_FILE, STATE_FILE, step_of
 from trainer.base.system.spelling import counted
 from trainer.checkpoint import resume
 from trainer.checkpoint.async_save import SaveResult, Writer
@@ -165,7 +165,7 @@ class CheckpointManager:
         self._deferred = False
         ranks = counted(saved.world_size, "rank")
         console.info(f"resuming from {point.path} (step {saved.step}, saved by {ranks})")
-        for line in resume.changed_settings(point, self.files["config.toml"].decode()):
+        for line in resume.changed_settings(point, self.files[CONFIG_FILE].decode()):
             console.info(f"setting changed since the checkpoint: {line}")
         if point.rollback:
             run_on_rank_0(lambda: resume.discard_newer(point))

@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from trainer.base.config import ConfigError
-from trainer.base.system.checkpoint_folder import MANIFEST
 from trainer.base.system.files import TooLarge, digest, digest_of, drop_page_cache, read_limited, sync
 from trainer.base.system.paths import unreadable
+from trainer.base.system.run_files import MANIFEST
 
-NAME = MANIFEST
 VERSION = 2
 """Version of the checkpoint format. It covers all file formats and the tensor names."""
 _LARGEST = 64 * 2**20
@@ -63,7 +62,7 @@ def write_file(path: Path, content: bytes) -> File:
 
 
 def write(folder: Path, manifest: Manifest) -> None:
-    write_file(folder / NAME, _text(asdict(manifest)).encode())
+    write_file(folder / MANIFEST, _text(asdict(manifest)).encode())
 
 
 def _text(content: Any) -> str:
@@ -76,27 +75,27 @@ def _text(content: Any) -> str:
 def read(folder: Path) -> Manifest:
     """Read a manifest. Check the names and sizes of the folder's files, but not their content. Hidden files are allowed,
     because some file systems create them. Raises CorruptError."""
-    text = read_text(folder / NAME, _LARGEST)
+    text = read_text(folder / MANIFEST, _LARGEST)
     try:
         document = json.loads(text)
         if document["version"] != VERSION:
-            raise CorruptError(f"{NAME} has format version {document['version']!r:.20}, expected {VERSION}")
+            raise CorruptError(f"{MANIFEST} has format version {document['version']!r:.20}, expected {VERSION}")
         content = document["content"]
         if text != _text(content):
             raise ValueError
         files = {str(name): File(int(f["size"]), str(f["digest"])) for name, f in content["files"].items()}
         manifest = Manifest(files, dict(content["metadata"]))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise CorruptError(f"{NAME} is not a valid manifest") from None
+        raise CorruptError(f"{MANIFEST} is not a valid manifest") from None
     for name, file in files.items():
-        path = folder / require_plain_filename(name, NAME)
+        path = folder / require_plain_filename(name, MANIFEST)
         if path.is_symlink():
             raise CorruptError(f"{name} is a symbolic link")
         if not path.is_file():
             raise CorruptError(f"{name} is missing")
         if path.stat().st_size != file.size:
             raise CorruptError(f"{name} has {path.stat().st_size} bytes, expected {file.size}")
-    unlisted = {p.name for p in folder.iterdir() if not p.name.startswith(".")} - {*files, NAME}
+    unlisted = {p.name for p in folder.iterdir() if not p.name.startswith(".")} - {*files, MANIFEST}
     if unlisted:
         raise CorruptError(f"{min(unlisted)} is not in the manifest")
     return manifest

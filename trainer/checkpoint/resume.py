@@ -14,13 +14,12 @@ from trainer.base.config.checkpoints import best_checkpoint, list_checkpoints
 from trainer.base.config.fields import settings
 from trainer.base.config.render import differing_settings, setting_texts
 from trainer.base.system import console
-from trainer.base.system.checkpoint_folder import LARGEST_CONFIG, STATE_FILE, committed, step_of
 from trainer.base.system.files import atomic_write, read_json_object, sync
+from trainer.base.system.run_files import CONFIG_FILE, LARGEST_CONFIG, STATE_FILE, committed, step_of
 from trainer.base.system.spelling import counted
 from trainer.checkpoint import manifest
-from trainer.checkpoint.commit import first_problem
 from trainer.checkpoint.manifest import CorruptError
-from trainer.runtime.distributed import run_on_rank_0
+from trainer.runtime.distributed import first_problem, run_on_rank_0
 from trainer.state import TrainState
 
 _LINEAGE = "lineage.json"
@@ -138,7 +137,7 @@ def require_compatible(saved: ResumePoint, now: Mapping[str, Any]) -> None:
 
 def changed_settings(saved: ResumePoint, config: str) -> list[str]:
     """Return one line per setting that differs between the checkpoint and the current configuration. config: TOML text."""
-    path = saved.path / "config.toml"
+    path = saved.path / CONFIG_FILE
     try:
         before = setting_texts(manifest.read_text(path, LARGEST_CONFIG), path)
         return differing_settings(before, setting_texts(config, path))

@@ -10,7 +10,14 @@ import numpy as np
 
 from trainer.base.config import ConfigError, DataConfig
 from trainer.base.system import console
-from trainer.data.datasets import SINGLE, dataset_configs, mixture_phases, packing_folder
+from trainer.data.datasets import (
+    SINGLE,
+    dataset_configs,
+    held_out_names,
+    mixture_phases,
+    packing_folder,
+    require_new_names,
+)
 from trainer.data.sampling.mixture import CombinedSamples
 from trainer.data.sampling.packing import PackedIndex, has_target, read_packing
 from trainer.data.sampling.phases import MixturePhase
@@ -62,13 +69,9 @@ def open_datasets(
         if split.held_out is not None:
             held_out = _samples(folder, "held_out", split, data, seq_len, is_evaluation=True)
             if len(held_out) or config.dataset != "prepared":  # a prepared store may have no held-out documents
-                evaluation["held_out" if single else name] = held_out
+                evaluation[held_out_names(data)[name]] = held_out
+    require_new_names(sets, evaluation)
     for name in sets:
-        if name in evaluation:
-            raise ConfigError(
-                f"evaluation.datasets.{name}",
-                "this name is taken by the held-out documents of a training dataset; choose another name",
-            )
         folder = folders[f"evaluation/{name}"]
         complete = Splits(open_store(folder, "train"), None)
         evaluation[name] = _samples(folder, "train", complete, data, seq_len, is_evaluation=True)

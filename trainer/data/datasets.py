@@ -1,53 +1,83 @@
 """The datasets of a configuration, and the preparation of their token stores and packings. This module does not import torch."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from trainer.base.config import ConfigError, DataConfig, TokenizerConfig
+from trainer.base.config import ConfigError, DataConfig, EvaluationConfig, TokenizerConfig
+from trainer.base.config.schema.data import CHAT_DATASETS, split_dataset
 from trainer.base.system import console
 from trainer.base.system.files import file_lock
 from trainer.base.system.spelling import did_you_mean
-from trainer.data.prepare.encode import CHAT_DATASETS, chat_format
+from trainer.data.prepare.encode import chat_format
 from trainer.data.prepare.prepare import prepare, writing
 from trainer.data.sampling.packing import pack
 from trainer.data.sampling.phases import MixturePhase, parse_mixture
-from trainer.data.sources import DATASETS
-from trainer.data.sources.records import SHIPPED
 from trainer.data.store.held_out import open_splits
 from trainer.data.store.store import read_description, store_digest
 from trainer.data.tokenizer.protocol import Tokenizer
 
 SINGLE = "data"
 """Name of the dataset if data.datasets is not set."""
-DATASET_TYPES = (*DATASETS, "prepared")
 
 
 def dataset_configs(data: DataConfig) -> dict[str, DataConfig]:
-    """Return name -> configuration for each training dataset. Raises ConfigError for an invalid entry."""
+    """Return name -> configuration for each training dataset."""
     if not data.datasets:
         return {SINGLE: data}
-    return {name: _dataset_config(data, f"data.datasets.{name}", text) for name, text in data.datasets.items()}
+    return {name: _dataset_config(data, text) for name, text in data.datasets.items()}
 
 
 def mixture_phases(data: DataConfig) -> tuple[MixturePhase, ...]:
-    """Return the phases in which the training datasets are mixed. Raises ConfigError, also for an invalid entry."""
+    """Return the phases in which the training datasets are mixed. Raises ConfigError."""
     return parse_mixture(data.mixture, list(dataset_configs(data)))
+
+
+def held_out_names(data: DataConfig) -> dict[str, str]:
+    """Return training dataset -> name under which its held-out documents are evaluated, of each that may have some."""
+    configs = dataset_configs(data)
+    names = {
+        name: config for name, config in configs.items() if config.held_out_fraction or config.dataset == "prepared"
+    }
+    return {name: "held_out" if list(configs) == [SINGLE] else name for name in names}
+
+
+def check_names(data: DataConfig, evaluation: EvaluationConfig) -> None:
+    """Raise ConfigError for a name, in the mixture or of an evaluation dataset, that is wrong whatever the data contain."""
+    mixture_phases(data)
+    held_out, configs = held_out_names(data), dataset_configs(data)
+    # A prepared store may have no held-out documents.
+    require_new_names(evaluation.datasets, [held_out[name] for name in held_out if configs[name].dataset != "prepared"])
+    require_evaluated(evaluation, [*held_out.values(), *evaluation.datasets])
+
+
+def require_new_names(sets: Iterable[str], held_out: Collection[str]) -> None:
+    """Raise ConfigError if an evaluation-only dataset has the name of held-out documents."""
+    if name := next((name for name in sets if name in held_out), ""):
+        message = "this name is taken by the held-out documents of a training dataset; choose another name"
+        raise ConfigError(f"evaluation.datasets.{name}", message)
+
+
+def require_evaluated(evaluation: EvaluationConfig, names: Collection[str]) -> None:
+    """Raise ConfigError if keep_best_on is none of the names of the evaluation datasets."""
+    best = evaluation.keep_best_on
+    if evaluation.interval_steps and best and best not in names:
+        available = f"available: {', '.join(names)}{did_you_mean(best, names)}"
+        raise ConfigError("evaluation.keep_best_on", f"unknown evaluation dataset; {available}")
 
 
 def all_dataset_configs(data: DataConfig, sets: Mapping[str, str]) -> Iterator[tuple[str, str, DataConfig]]:
     """Yield, for each dataset, a unique name, the setting that contains its path, and its configuration.
 
-    sets: evaluation.datasets. In the configurations of these datasets, held_out_fraction is 0. Raises ConfigError for an
-    invalid entry.
+    sets: evaluation.datasets. In the configurations of these datasets, held_out_fraction is 0.
     """
     for name, config in dataset_configs(data).items():
         yield f"train/{name}", f"data.datasets.{name}" if data.datasets else "data.path", config
     for name, text in sets.items():
         setting = f"evaluation.datasets.{name}"
-        yield f"evaluation/{name}", setting, replace(_dataset_config(data, setting, text), held_out_fraction=0.0)
+        yield f"evaluation/{name}", setting, replace(_dataset_config(data, text), held_out_fraction=0.0)
 
 
 @contextmanager
@@ -61,16 +91,9 @@ def blame_setting(setting: str) -> Iterator[None]:
         raise ConfigError(setting, error.message) from None
 
 
-def _dataset_config(data: DataConfig, key: str, text: str) -> DataConfig:
-    dataset, _, path = text.partition(":")
-    if dataset not in DATASET_TYPES:
-        formats = ", ".join(DATASET_TYPES)
-        raise ConfigError(
-            key, f"expected FORMAT:PATH; FORMAT is one of {formats}{did_you_mean(dataset, DATASET_TYPES)}"
-        )
-    if bool(path) == (dataset == "python_stdlib") and dataset not in SHIPPED:
-        raise ConfigError(key, "python_stdlib does not take a path" if path else f"expected a path after {dataset}:")
-    return replace(data, dataset=dataset, path=path, datasets={}, mixture=())
+def _dataset_config(data: DataConfig, text: str) -> DataConfig:
+    type_, path = split_dataset(text)
+    return replace(data, dataset=type_, path=path, datasets={}, mixture=())
 
 
 def prepare_datasets(

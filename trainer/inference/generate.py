@@ -17,6 +17,7 @@ from models.spec import LayerKind, Structure
 from trainer.base.config import ConfigError
 from trainer.base.config.checkpoints import resolve_checkpoint
 from trainer.checkpoint.formats.folders import open_weights, window_and_generation
+from trainer.checkpoint.formats.model_metadata import ids_of_ends
 from trainer.checkpoint.formats.tokenizer_files import load_model_tokenizer
 from trainer.data.chat.format import ChatFormat, load_chat_format
 from trainer.data.chat.template_files import BUILT_IN
@@ -185,8 +186,7 @@ class TextGenerator:
 
         model = build_model(weights, sizes, dtype, device, shard)
         caches = _add_caches(model, model.structure(), sizes, max_seq_len, ranks, dtype, device)
-        eos = window_and_generation(folder)[1].get("eos_token_id")
-        stop = {tokenizer.eos, *(eos if isinstance(eos, list) else [] if eos is None else [eos])}
+        stop = {tokenizer.eos, *ids_of_ends(window_and_generation(folder)[1])}
         chat_template = chat_template or str(weights.template_file() or "")
         return cls(folder, model, caches, tokenizer, device, stop, chat_template, max_seq_len)
 

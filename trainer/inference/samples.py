@@ -5,7 +5,7 @@ stay where training has them, so FSDP, tensor, pipeline and context parallelism 
 training uses changes: neither parameters nor random generators.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -182,9 +182,3 @@ def encode_prompts(
             )
             raise ConfigError("samples.prompts", message)
     return prompts
-
-
-def stop_tokens(tokenizer: Tokenizer, generation_config: dict) -> Collection[int]:
-    """Return the tokens that end a text: as scripts/generate.py, with the generation_config.json of the run's checkpoints."""
-    eos = generation_config["eos_token_id"]
-    return frozenset({tokenizer.eos, *(eos if isinstance(eos, list) else [eos])})

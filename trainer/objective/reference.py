@@ -25,7 +25,7 @@ from trainer.data.sampling.samples import Samples
 from trainer.objective.cross_entropy import token_losses
 from trainer.objective.objective import Readout
 from trainer.objective.preference import sum_by_document
-from trainer.runtime.distributed import all_gather_objects
+from trainer.runtime.distributed import all_gather_objects, first_problem
 
 _PART_SAMPLES = 1024
 """Minimum number of samples of a part, except the last one."""
@@ -178,8 +178,7 @@ class ReferenceStore:
             counts = np.diff(self.offsets[first : stop + 1])
             values = np.concatenate(tables)[: stop - first][np.arange(most) < counts[:, None]]
             self.values = np.concatenate((self.values[: self.offsets[first]], values))
-            problems = all_gather_objects(self._write(first, stop, values) if local_rank() == 0 else "")
-            if problem := next(filter(None, problems), ""):
+            if problem := first_problem(self._write(first, stop, values) if local_rank() == 0 else ""):
                 raise ConfigError("data.store_folder", problem)
             self.num_done = stop
             console.info(f"reference log-probabilities: {stop} of {self.num_samples} samples in {self.folder}")

@@ -10,6 +10,7 @@ from models.width import WIDTH_ROLES, width_role
 from trainer.adapters.select import excessive_rank, expert_adapters, unaligned_rank
 from trainer.base.config import Config, EvaluationConfig, SamplesConfig, TrainingConfig
 from trainer.base.system import console
+from trainer.base.system.run_files import CHECKPOINTS
 from trainer.base.system.spelling import counted, every
 from trainer.base.system.units import GIB, format_bytes
 from trainer.checkpoint.resume import ResumePoint
@@ -249,7 +250,7 @@ def many_epochs(config: Config, num_samples: int, epochs: float) -> str:
 
 
 def _checkpoints(config: Config, resolved: ResolvedRun, done: int, steps: int | None) -> str:
-    checkpoint, folder = config.checkpoint, config.run.folder / "checkpoints"
+    checkpoint, folder = config.checkpoint, config.run.folder / CHECKPOINTS
     if not checkpoint.enabled:
         return "none"
     number = "an unknown number" if steps is None else str(remaining_checkpoints(checkpoint, done, steps))

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from trainer.base.config import Config
+from trainer.base.config import Config, compatibility
 from trainer.checkpoint.formats.initial_weights import open_initial_weights
 from trainer.checkpoint.formats.weights import Weights
 from trainer.checkpoint.resume import ResumePoint, require_compatible
 from trainer.data.build import Datasets
-from trainer.data.datasets import mixture_phases
+from trainer.data.datasets import check_names
 from trainer.data.tokenizer.protocol import Tokenizer
 from trainer.evaluate import EvalSet, build_eval_sets
 from trainer.inference.samples import encode_prompts
@@ -20,6 +20,7 @@ from trainer.run.resources import check_disk, check_memory
 from trainer.run.sinks.services import require_access
 from trainer.run.text_format import TextFormat, load_text_format, require_same_tokenizer
 from trainer.run.training_data import require_unchanged_mixture, with_steps
+from trainer.runtime import device as devices
 from trainer.runtime.distributed import run_on_rank_0
 from trainer.state import TrainState
 
@@ -48,8 +49,8 @@ def check_run(
     model_parts: Iterable[nn.Module],
     device: torch.device,
 ) -> CheckedRun:
-    """Check, collectively, what `resolve` could not: services, texts, memory, weights, data, disk. What is quick to check, or
-    needs no data, comes first, because the preparation of data may take hours.
+    """Check, collectively, what `resolve` could not: device, services, texts, memory, weights, data, disk. What is quick to
+    check, or needs no data, comes first, because the preparation of data may take hours.
 
     Args:
         config: Settings of the run.
@@ -63,6 +64,7 @@ def check_run(
     Raises:
         ConfigError: The run would fail.
     """
+    compatibility.check(config, devices.float8_facts(config.run.device))
     run_on_rank_0(lambda: require_access(config.metrics))
     text = load_text_format(config, resolved)
     prompts = encode_prompts(config.samples, config.data, text.tokenizer, text.is_chat, config.training.seq_len)
@@ -71,7 +73,7 @@ def check_run(
     check_memory(config, resolved, model_parts, device)
     weights = _open_weights(config, resolved, point)
     saved = None if point is None else point.state
-    mixture_phases(config.data)  # to prepare data may take hours
+    check_names(config.data, config.evaluation)
     datasets, state = open_data(config, text.tokenizer, saved), saved or TrainState()
     known = config if datasets is None else with_steps(config, datasets, state)
     if known.training.epochs is None:

@@ -16,6 +16,7 @@ from trainer.base.config import CheckpointConfig, Config, ConfigError
 from trainer.base.config.checkpoints import list_checkpoints
 from trainer.base.system.files import existing_part
 from trainer.base.system.process import memory_available, node_id
+from trainer.base.system.run_files import CHECKPOINTS
 from trainer.base.system.spelling import counted
 from trainer.base.system.units import GIB
 from trainer.parallel.parameter_storage import shards_parameters
@@ -132,7 +133,7 @@ def disk_free(folder: Path) -> int:
 
 def check_disk(config: Config, resolved: ResolvedRun, step: int) -> None:
     """Raise ConfigError on all ranks if the disk cannot hold the checkpoints. step: number of completed steps."""
-    folder, checkpoint, steps = config.run.folder / "checkpoints", config.checkpoint, config.training.steps
+    folder, checkpoint, steps = config.run.folder / CHECKPOINTS, config.checkpoint, config.training.steps
     if not checkpoint.enabled:
         return
     num_bytes = checkpoint_bytes(config, resolved)

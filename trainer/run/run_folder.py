@@ -18,13 +18,13 @@ from trainer.base.config import Config, ConfigError, errors_about
 from trainer.base.config.checkpoints import resolve_checkpoint
 from trainer.base.config.render import to_toml
 from trainer.base.system import console
-from trainer.base.system.checkpoint_folder import MODEL_FILE
 from trainer.base.system.environment import environment
 from trainer.base.system.files import atomic_write, existing_part, file_error, folder_error, lock_holder, try_lock
+from trainer.base.system.run_files import CHECKPOINTS, CONFIG_FILE, ENVIRONMENT_FILE, METRICS_FILE, MODEL_FILE
 from trainer.checkpoint import resume
 from trainer.checkpoint.formats.export import export_run
 from trainer.checkpoint.formats.folders import window_and_generation
-from trainer.checkpoint.formats.model_metadata import CHAT_TEMPLATE, GENERATION_CONFIG, ModelMetadata
+from trainer.checkpoint.formats.model_metadata import CHAT_TEMPLATE, GENERATION_CONFIG, ModelMetadata, ids_of_ends
 from trainer.checkpoint.resume import ResumePoint
 from trainer.run.resolve import ResolvedRun
 from trainer.run.text_format import TextFormat
@@ -34,8 +34,8 @@ from trainer.state import TrainState
 
 _LIBRARIES = ("torch", "safetensors", "xxhash", "tiktoken", "sentencepiece")
 _LOCK = ".lock"
-_FOLDERS = ("checkpoints", "tb")
-_FILES = ("metrics.jsonl", "config.toml", "environment.json")
+_FOLDERS = (CHECKPOINTS, "tb")
+_FILES = (METRICS_FILE, CONFIG_FILE, ENVIRONMENT_FILE)
 _LOG = "log.txt"
 
 
@@ -50,7 +50,7 @@ def acquire_lock(folder: Path) -> TextIO | None:
             raise ConfigError("run.name", f"{folder} {problem}")
         _check_types(folder)
         with _writing(folder):
-            (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+            (folder / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
             result = try_lock(folder / _LOCK, timeout_s=5)
         if isinstance(result, str):
             raise _in_use(folder, result)
@@ -134,7 +134,7 @@ def resume_point(folder: Path, load_step: int | str, fingerprint: Mapping[str, A
     Raises:
         ConfigError: The checkpoint is incompatible, or find_resume_point finds no intact one.
     """
-    saved = resume.find_resume_point(folder / "checkpoints", load_step)
+    saved = resume.find_resume_point(folder / CHECKPOINTS, load_step)
     if saved is not None:
         resume.require_compatible(saved, fingerprint)
     return saved
@@ -192,9 +192,7 @@ def model_files(
     scale = {name: getattr(config.lora, name) for name in (*SCALE_SETTINGS, "base_dtype")} if base else {}
     tokenizer = text.tokenizer
     window, generation = run_on_rank_0(lambda: _window_and_generation(config, point))
-    inherited = generation.get("eos_token_id")
-    inherited = inherited if isinstance(inherited, list) else [] if inherited is None else [inherited]
-    ends = list(dict.fromkeys([tokenizer.eos, *text.end_of_turn, *inherited]))
+    ends = list(dict.fromkeys([tokenizer.eos, *text.end_of_turn, *ids_of_ends(generation)]))
     special_token_ids = {"bos_token_id": tokenizer.bos, "eos_token_id": ends if len(ends) > 1 else ends[0]}
     if generation.get("pad_token_id") in range(
         resolved.sizes.vocab_size
@@ -244,7 +242,7 @@ def save_run_info(config: Config, resolved: ResolvedRun, device: torch.device) -
             "optimizer": [str(group) for group in resolved.optimizer.groups],
         }
         with _writing(folder):
-            atomic_write(folder / "config.toml", to_toml(config))
-            atomic_write(folder / "environment.json", json.dumps(record, indent=1))
+            atomic_write(folder / CONFIG_FILE, to_toml(config))
+            atomic_write(folder / ENVIRONMENT_FILE, json.dumps(record, indent=1))
 
     run_on_rank_0(work)

@@ -3,11 +3,12 @@
 from dataclasses import dataclass, replace
 
 from trainer.base.config import Config, ConfigError, DataConfig, TokenizerConfig
+from trainer.base.config.schema.data import CHAT_DATASETS
 from trainer.base.system import console
 from trainer.checkpoint.resume import ResumePoint, require_compatible
 from trainer.data.chat import template_files
 from trainer.data.datasets import dataset_configs
-from trainer.data.prepare.encode import CHAT_DATASETS, chat_format
+from trainer.data.prepare.encode import chat_format
 from trainer.data.tokenizer.backends import load_tokenizer
 from trainer.data.tokenizer.protocol import Tokenizer
 from trainer.run.resolve import ResolvedRun

@@ -18,6 +18,7 @@ from trainer.base.config import ConfigError, DistributedConfig
 from trainer.base.system import console
 from trainer.base.system.children import require_main_guard
 from trainer.base.system.process import local_rank, node_id
+from trainer.base.system.spelling import first_line
 from trainer.base.system.streams import print_error
 from trainer.runtime import device as devices
 from trainer.runtime.collectives import lift_torch_limit, limit_collectives
@@ -129,13 +130,13 @@ def report_failure(error: BaseException) -> None:
     rank = os.environ.get("RANK", "0")
     if isinstance(error, _STORE_LOST):
         time.sleep(_REPORT_S if local_rank() == 0 else 5 * _REPORT_S)
-        print_error(f"this rank lost the connection to other ranks: {str(error).splitlines()[0]}")
+        print_error(f"this rank lost the connection to other ranks: {first_line(error)}")
         return
     if dist.is_initialized() and is_peer_loss(error):
         time.sleep(_REPORT_S)
         with suppress(*_STORE_LOST):
             if not _store().check(["failed"]):
-                print_once_per_node(f"rank {rank} lost the connection to another rank: {str(error).splitlines()[0]}")
+                print_once_per_node(f"rank {rank} lost the connection to another rank: {first_line(error)}")
         return
     with suppress(*_STORE_LOST):
         if dist.is_initialized():
@@ -174,6 +175,11 @@ def run_on_rank_0(work: Callable[[], T]) -> T:
     return results[0]
 
 
+def first_problem(problem: str) -> str:
+    """Return, on all ranks, the problem of the first rank that has one, or "". problem: this rank's problem, or ""."""
+    return next(filter(None, all_gather_objects(problem)), "")
+
+
 def require_agreement(values: Mapping[str, Any]) -> None:
     """Raise ConfigError on all ranks if the values differ between ranks. The message lists the differences."""
     first = run_on_rank_0(lambda: values)
@@ -182,9 +188,8 @@ def require_agreement(values: Mapping[str, Any]) -> None:
         for key, value in values.items()
         if first[key] != value
     ]
-    found = [text for text in all_gather_objects("; ".join(differences)) if text]
-    if found:
-        raise ConfigError("", f"ranks were launched with different settings: {found[0]}")
+    if found := first_problem("; ".join(differences)):
+        raise ConfigError("", f"ranks were launched with different settings: {found}")
 
 
 def once_per_node(work: Callable[[], str]) -> str:

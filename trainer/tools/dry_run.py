@@ -12,6 +12,7 @@ from trainer.base.config import Config, ConfigError, EvaluationConfig
 from trainer.base.system.children import end_children
 from trainer.base.system.files import read_json_lines
 from trainer.base.system.process import memory_available
+from trainer.base.system.run_files import METRICS_FILE
 from trainer.base.system.spelling import counted
 from trainer.base.system.units import GIB, duration, format_bytes
 from trainer.checkpoint.best import BestTracker
@@ -24,7 +25,6 @@ from trainer.run.notes import Note, course_notes, model_notes, start_note
 from trainer.run.preflight import CheckedRun, check_run
 from trainer.run.resolve import ResolvedRun
 from trainer.run.run_folder import how_it_ended, require_usable, resume_point
-from trainer.run.sinks.sink import METRICS_FILE
 from trainer.runtime import device as devices
 from trainer.runtime import distributed
 from trainer.runtime.accelerators import ACCELERATORS

@@ -3,9 +3,9 @@
 from pathlib import Path
 
 from trainer.base.config.errors import ConfigError
-from trainer.base.system.checkpoint_folder import STATE_FILE, latest_per_step, step_of
 from trainer.base.system.files import folder_error, read_json_object
 from trainer.base.system.paths import split_best
+from trainer.base.system.run_files import CHECKPOINTS, STATE_FILE, latest_per_step, step_of
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
@@ -49,6 +49,6 @@ def resolve_checkpoint(folder: Path) -> Path:
     if problem := folder_error(folder):
         raise ConfigError("", f"{folder}: {problem}")
     if is_best:
-        return best_checkpoint(folder / "checkpoints")
-    steps = list_checkpoints(folder / "checkpoints")
+        return best_checkpoint(folder / CHECKPOINTS)
+    steps = list_checkpoints(folder / CHECKPOINTS)
     return steps[0] if steps else folder

@@ -6,6 +6,7 @@ Numbers that must divide each other, and files that are wrong, are no rows: they
 """
 
 import functools
+import os
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -22,8 +23,10 @@ from trainer.base.config.schema.condition import (
     Known,
     When,
     all_of,
+    one_of,
 )
 from trainer.base.config.schema.config import Config
+from trainer.base.config.schema.data import CHAT_DATASETS, COMPRESSED, READER_OF_ENDING, TYPES_WITH_PATH
 from trainer.base.config.schema.facts import (
     ADAPTED_EXPERTS,
     COMPILED,
@@ -112,7 +115,6 @@ _PAIRS = When("preference.loss")
 _PIPELINE = When("parallel.pp", above=1)
 _RANGE_TEST = When("lr_schedule.name", ("range_test",))
 _TENSOR_PARALLEL = When("parallel.tp", above=1)
-_TYPES_WITH_PATH = ("text", "jsonl", "parquet", "csv", "huggingface", "tokens", "prepared")
 
 ROWS: tuple[Row, ...] = (
     # ---------------------------------------------------------------- model and data
@@ -121,7 +123,7 @@ ROWS: tuple[Row, ...] = (
         When("tokenizer.backend", ("default",), negated=True), When("tokenizer.path"), "only the default one is shipped"
     ),
     needs(When("data.path"), TYPED, "a path does not tell how its files are read"),
-    needs(When("data.dataset", _TYPES_WITH_PATH), When("data.path"), "it names the files"),
+    needs(When("data.dataset", TYPES_WITH_PATH), When("data.path"), "it names the files"),
     needs(Dataset(("preference",)), _PAIRS, "a pair is no document to train on"),
     Row(Dataset(("preference", "prepared"), negated=True), _PAIRS, "such a loss compares pairs of answers"),
     needs(_PAIRS, When("data.packing", ("best-fit", "none")), "a sample contains complete pairs"),
@@ -290,24 +292,20 @@ def restrictions(key: str) -> list[str]:
 
 # ---------------------------------------------------------------- facts that need only settings and paths
 
-_TYPES_BY_ENDING = {
-    "txt": "text",
-    "md": "text",
-    "jsonl": "jsonl (texts), chat or preference",
-    "json": "jsonl (texts), chat or preference",
-    "parquet": "parquet (texts), chat or preference",
-    "csv": "csv (texts), chat or preference",
-    "tsv": "csv (texts), chat or preference",
-    "bin": "tokens",
-    "npy": "tokens",
-}
-"""Ending of a file's name -> values of data.dataset."""
-_ANY_TYPE = "text, jsonl, parquet, csv, huggingface, tokens, chat or preference"
+
+def _types_for(path: str) -> str:
+    """Return the values of data.dataset that read a path, in English."""
+    name = path.lower()
+    for compressed in COMPRESSED:
+        name = name.removesuffix(compressed)
+    reader = READER_OF_ENDING.get(os.path.splitext(name)[1])
+    if reader is None:
+        return one_of([*dict.fromkeys(READER_OF_ENDING.values()), *CHAT_DATASETS])
+    return reader if reader in ("text", "tokens") else one_of([f"{reader} (texts)", *CHAT_DATASETS])
 
 
 def _facts_of_settings(config: Config) -> dict[Fact, Known]:
     data, training, source = config.data, config.training, config.model.pretrained
-    ending = data.path.lower().removesuffix(".gz").removesuffix(".zst").rpartition(".")[2]
     with_muon = (pattern for pattern, given in config.optimizer.groups.items() if given.get("optimizer") == "muon")
     pattern = next(with_muon, None)
     is_local = names_a_folder(source)
@@ -316,6 +314,6 @@ def _facts_of_settings(config: Config) -> dict[Fact, Known]:
     return {
         STEPS_GIVEN: Known(steps_given, f"steps = {training.steps} is set too"),
         GROUP_OF_MUON: Known(pattern is not None, setting=f"optimizer.groups.{pattern}"),
-        TYPED: Known(is_typed, f"set [data] dataset to {_TYPES_BY_ENDING.get(ending, _ANY_TYPE)}"),
+        TYPED: Known(is_typed, f"set [data] dataset to {_types_for(data.path)}"),
         LOCAL_MODEL: Known(bool(source) and is_local),
     }

@@ -20,6 +20,7 @@ from typing import Any, Literal
 from trainer.base.config.errors import ConfigError
 from trainer.base.config.packages import require_package
 from trainer.base.config.recognition import Use, recognise, recognise_published
+from trainer.base.config.schema.data import COMPRESSED, READER_OF_ENDING
 from trainer.base.system import console
 from trainer.base.system.files import atomic_write, file_lock, read_json_object
 from trainer.base.system.paths import split_best
@@ -47,9 +48,14 @@ _WORKERS = 4
 
 
 def is_hub_name(text: str) -> bool:
-    """Return whether a text that is no existing path can be the name of a model of the Hub, OWNER/NAME. If a folder OWNER exists,
-    the text is a path with a spelling mistake, and must not load somebody else's model."""
-    return bool(re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", text, re.ASCII)) and not os.path.isdir(text.partition("/")[0])
+    """Return whether a text that is no existing path can be a name on the Hub, OWNER/NAME. If OWNER exists, the text is a path
+    with a spelling mistake, and must not load somebody else's model or data."""
+    return bool(re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", text, re.ASCII)) and not os.path.exists(text.partition("/")[0])
+
+
+def is_dataset_name(path: str) -> bool:
+    """Return whether a path can be the name of a dataset of the Hub, OWNER/NAME. That of a data file cannot."""
+    return is_hub_name(path) and not path.endswith((*READER_OF_ENDING, *COMPRESSED))
 
 
 def names_a_folder(source: str) -> bool:

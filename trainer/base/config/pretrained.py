@@ -13,6 +13,7 @@ from trainer.base.config.errors import ConfigError, errors_about
 from trainer.base.config.fields import Layer, Value
 from trainer.base.config.recognition import require
 from trainer.base.config.schema.config import Config
+from trainer.base.config.schema.data import CHAT_DATASETS
 from trainer.base.config.schema.model import TokenizerConfig
 from trainer.base.config.tokenizer_and_template import (
     TOKENIZER_FILES,
@@ -22,6 +23,7 @@ from trainer.base.config.tokenizer_and_template import (
     tokenizer_settings,
 )
 from trainer.base.system.paths import split_best
+from trainer.base.system.run_files import CONFIG_FILE
 from trainer.base.system.spelling import similar_path
 
 SETTING = "model.pretrained"
@@ -34,7 +36,6 @@ _PARTS: Mapping[str, tuple[str, ...]] = {
     "chat template": ("data.chat_template",),
 }
 """What a model folder provides -> settings that replace it."""
-_CHATS = {"chat", "preference"}
 
 
 def layer_of_pretrained(config: Config, given: Collection[str], sections: Collection[str], with_weights: bool) -> Layer:
@@ -131,9 +132,7 @@ def provenance(config: Config) -> str:
 
 def has_chats(config: Config) -> bool:
     """Return whether a dataset consists of conversations."""
-    tables = (config.data.datasets, config.evaluation.datasets)
-    readers = {text.partition(":")[0] for table in tables for text in table.values()}
-    return bool(_CHATS & {config.data.dataset, *readers})
+    return any(type_ in CHAT_DATASETS for _, type_, _ in config.datasets())
 
 
 def _is_recorded(config: Config, key: str) -> bool:
@@ -173,7 +172,7 @@ def _revision(config: Config) -> str:
 
 def _recorded_commit(run_folder: Path, name: str) -> str:
     try:
-        model = tomli.loads((run_folder / "config.toml").read_text())["model"]
+        model = tomli.loads((run_folder / CONFIG_FILE).read_text())["model"]
         return model["revision"] if model["pretrained"] == name else ""
     except (OSError, ValueError, KeyError, TypeError):
         return ""

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from trainer.base.config.errors import ConfigError
-from trainer.base.system.checkpoint_folder import MANIFEST, MODEL_FILE
 from trainer.base.system.files import TooLarge, folder_error, read_json_object, read_limited
 from trainer.base.system.paths import unreadable
+from trainer.base.system.run_files import MANIFEST, MODEL_FILE
 
 Use = Literal["pretrained", "dimensions", "model", "huggingface", "weights", "adapter", "text"]
 """For what a folder is needed: parts of a complete model, whatever the other parts lack; the dimensions of a model; a complete

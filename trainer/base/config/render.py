@@ -14,6 +14,7 @@ from trainer.base.config.foreign import foreign_names, read_foreign
 from trainer.base.config.pretrained import is_from_pretrained
 from trainer.base.config.schema.config import Config
 from trainer.base.config.toml_text import toml_value
+from trainer.base.system.run_files import CONFIG_FILE
 
 
 def to_toml(config: Config, show_origins: bool = False) -> str:
@@ -62,7 +63,7 @@ def require_same_settings(config: Config, what: str, may_differ: tuple[str, ...]
         may_differ: Beginnings of the names of settings that may differ.
     """
     folder = config.run.folder
-    file = folder / "config.toml"
+    file = folder / CONFIG_FILE
     if not file.exists():
         return
     before, now = setting_texts(file.read_text(), file), setting_texts(to_toml(config), file)

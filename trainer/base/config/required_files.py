@@ -5,21 +5,18 @@ import os
 from collections.abc import Collection
 
 from trainer.base.config.errors import ConfigError
+from trainer.base.config.hub import is_dataset_name
 from trainer.base.config.packages import is_installed
 from trainer.base.config.schema.config import Config
+from trainer.base.config.schema.data import CHAT_DATASETS
 from trainer.base.system.files import folder_error
-from trainer.base.system.paths import exists, is_dataset_name, split_best
+from trainer.base.system.paths import exists, split_best
 from trainer.base.system.spelling import similar_path
 
 DATA_SECTIONS = ("data", "evaluation", "tokenizer")
 """Sections whose files the preparation of data needs."""
 FILE_SECTIONS = (*DATA_SECTIONS, "checkpoint", "lora", "metrics")
 """Sections with files, or packages, that must exist before a run starts."""
-
-_FILE_READERS = ("text", "jsonl", "parquet", "csv", "tokens", "chat", "preference", "prepared")
-"""Readers whose path must exist. A Hugging Face dataset may be given by any name instead of by path."""
-_NAME_READERS = ("chat", "preference")
-"""Readers of _FILE_READERS that also accept OWNER/NAME of a Hugging Face dataset."""
 
 
 def require_files(config: Config, sections: Collection[str]) -> None:
@@ -36,8 +33,8 @@ def require_files(config: Config, sections: Collection[str]) -> None:
             raise ConfigError(
                 "metrics.sinks", f"needs the package {package}: pip install -e '.[{package}]' in the clone"
             )
-    for key, reader, path in config.datasets():
-        is_checked = key.partition(".")[0] in sections and reader in _FILE_READERS
-        if path and is_checked and not exists(path) and not (reader in _NAME_READERS and is_dataset_name(path)):
+    for key, type_, path in config.datasets():
+        by_name = type_ == "huggingface" or (type_ in CHAT_DATASETS and is_dataset_name(path))
+        if path and key.partition(".")[0] in sections and not by_name and not exists(path):
             message = "no file matches the pattern" if glob.has_magic(path) else "no such file or folder"
             raise ConfigError(key, f"{message}{similar_path(path)}")

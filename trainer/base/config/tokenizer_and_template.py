@@ -8,9 +8,9 @@ from typing import Any
 
 from trainer.base.config.errors import ConfigError
 from trainer.base.config.recognition import is_checkpoint
-from trainer.base.system.checkpoint_folder import MODEL_FILE
 from trainer.base.system.files import read_json_object
 from trainer.base.system.paths import unreadable
+from trainer.base.system.run_files import MODEL_FILE
 
 TOKENIZER_FILES = {"tokenizer.json": "huggingface", "tokenizer.model": "sentencepiece", "tekken.json": "tekken"}
 """Tokenizer file of a folder in Hugging Face's format, in order of precedence -> [tokenizer] backend."""

@@ -9,7 +9,7 @@ from typing import get_args
 
 from trainer.base.config.errors import ConfigError
 from trainer.base.config.schema.config import Config
-from trainer.base.config.schema.data import DOCUMENT_COLUMNS, MESSAGE_COLUMNS
+from trainer.base.config.schema.data import DATASET_TYPES, DOCUMENT_COLUMNS, MESSAGE_COLUMNS, TYPES_WITH_PATH
 from trainer.base.config.schema.model import ModelFamily
 from trainer.base.config.schema.training import TrainingConfig
 from trainer.base.system.paths import path_error
@@ -20,13 +20,12 @@ _PATHS = (
     "model.huggingface",
     "model.pretrained",
     "tokenizer.path",
-    "data.path",
     "data.chat_template",
     "data.store_folder",
     "lora.init_from",
     "checkpoint.init_from",
 )
-"""Settings whose value is a path, or may be one. Those of named datasets are in tables."""
+"""Settings whose value is a path, or may be one, beside those of datasets."""
 
 
 def check_values(config: Config) -> None:
@@ -39,6 +38,7 @@ def check_values(config: Config) -> None:
 def _rules(config: Config) -> Iterator[tuple[str, object, str]]:
     """Yield (setting, whether its value breaks the rule, message) for every rule."""
     yield from _name_rules(config)
+    yield from _dataset_rules(config)
     known = DOCUMENT_COLUMNS + MESSAGE_COLUMNS
     for column in config.data.columns:
         message = f"unknown field; it must be one of {', '.join(known)}{did_you_mean(column, known)}"
@@ -55,6 +55,19 @@ def _rules(config: Config) -> Iterator[tuple[str, object, str]]:
         f"must be below [distributed] timeout_s, {limit:g}: otherwise a collective fails before the hang is reported"
     )
     yield "resilience.hang_timeout_s", config.resilience.hang_timeout_s >= limit, message
+
+
+def _dataset_rules(config: Config) -> Iterator[tuple[str, object, str]]:
+    types = ", ".join(DATASET_TYPES)
+    for key, type_, path in config.datasets():
+        is_entry = key != "data.path"
+        message = path_error(f"{type_}:{path}" if is_entry and path.startswith("//") else path)
+        yield key, message, message
+        if is_entry:  # otherwise these are rows of compatibility.py
+            message = f"expected TYPE:PATH; TYPE is one of {types}{did_you_mean(type_, DATASET_TYPES)}"
+            yield key, type_ not in DATASET_TYPES, message
+            yield key, path and type_ == "python_stdlib", "python_stdlib does not take a path"
+            yield key, not path and type_ in TYPES_WITH_PATH, f"expected a path after {type_}:"
 
 
 def _batch_rules(training: TrainingConfig) -> Iterator[tuple[str, object, str]]:
@@ -77,18 +90,11 @@ def _families() -> Collection[str]:
 
 def _name_rules(config: Config) -> Iterator[tuple[str, object, str]]:
     name, families = config.run.name, _families()
-    for key, path in _paths(config):
-        yield key, path_error(path), path_error(path)
+    for key in _PATHS:
+        message = path_error(config.value(key))
+        yield key, message, message
     yield "run.name", name.strip() in ("", ".", "..") or {"/", "\\"} & set(name), "must be a single folder name"
     yield "run.output_folder", not config.run.output_folder.strip(), "must not be empty"
     yield "run.name", len(os.fsencode(name)) > 255, "exceeds 255 bytes, the limit for a folder name"
     message = f"expected one of {', '.join(families)}{did_you_mean(config.model.name, families)}"
     yield "model.name", config.model.name not in families, message
-
-
-def _paths(config: Config) -> Iterator[tuple[str, str]]:
-    """Yield (setting, path) of each path."""
-    yield from ((key, config.value(key)) for key in _PATHS)
-    for table in ("data.datasets", "evaluation.datasets"):
-        for name, text in config.value(table).items():
-            yield f"{table}.{name}", text if re.match(r"\w+://", text) else text.partition(":")[2]

@@ -26,16 +26,6 @@ class Remarks:
     """Existing paths whose name, as a pattern, would match other names too."""
 
 
-def is_dataset_name(path: str) -> bool:
-    """Return whether a path has the form OWNER/NAME of a dataset that is loaded by name. A path in an existing folder has not,
-    nor has the name of a data file."""
-    owner, _, name = path.partition("/")
-    is_name = re.fullmatch(r"\w[\w.-]*", owner) and re.fullmatch(r"\w[\w.-]*", name)
-    return (
-        bool(is_name) and not os.path.exists(owner) and not re.search(r"\.(jsonl?|parquet|arrow|csv|tsv|gz|zst)$", name)
-    )
-
-
 def split_best(path: str | Path) -> tuple[Path, bool]:
     """Return a path without BEST, and whether it ended so. A folder with such a name is meant itself."""
     text = str(Path(path))  # without a slash at its end

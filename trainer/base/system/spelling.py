@@ -15,6 +15,11 @@ def listed(names: Sequence[str]) -> str:
     return ", ".join(shown + more) or "none"
 
 
+def first_line(error: Exception) -> str:
+    """Return the beginning of an error's message, at most one line, or its type."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")[:200]
+
+
 def counted(number: float, noun: str, form: str = "", plural: str = "") -> str:
     """Return a number and its noun, which is singular only for 1: "1 file", "2 files".
 

@@ -19,7 +19,7 @@ from trainer.adapters.select import (
 from trainer.base.config import ConfigError, LoraConfig
 from trainer.base.config.fields import coerce, settings
 from trainer.base.system import console
-from trainer.base.system.checkpoint_folder import MODEL_FILE
+from trainer.base.system.run_files import MODEL_FILE
 from trainer.checkpoint.formats.native import CheckpointWeights
 from trainer.checkpoint.formats.weights import Region, Weights
 from trainer.checkpoint.manifest import CorruptError

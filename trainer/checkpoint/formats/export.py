@@ -10,7 +10,7 @@ from trainer.base.config import CheckpointConfig, ConfigError, errors_about
 from trainer.base.config.checkpoints import best_checkpoint
 from trainer.base.config.recognition import is_adapter
 from trainer.base.system import console
-from trainer.base.system.checkpoint_folder import latest_per_step
+from trainer.base.system.run_files import CHECKPOINTS, latest_per_step
 from trainer.checkpoint.formats.adapter import Adapter
 from trainer.checkpoint.formats.folders import open_weights
 from trainer.checkpoint.formats.huggingface_writer import write_huggingface
@@ -43,7 +43,7 @@ def export_run(run_folder: Path, config: CheckpointConfig, skip_existing: bool =
         return
     out, averaged = run_folder / "huggingface", config.export_averaged
     try:
-        checkpoints = run_folder / "checkpoints"
+        checkpoints = run_folder / CHECKPOINTS
         with errors_about("checkpoint.export_checkpoint"):
             chosen = (
                 best_checkpoint(checkpoints) if config.export_checkpoint == "best" else latest_per_step(checkpoints)[0]

@@ -20,6 +20,7 @@ from trainer.base.config.recognition import PEFT, require
 from trainer.base.config.toml_text import toml_value
 from trainer.base.system import console
 from trainer.base.system.files import digest_of
+from trainer.base.system.run_files import MANIFEST
 from trainer.checkpoint import manifest
 from trainer.checkpoint.commit import Tensors, require_match
 from trainer.checkpoint.formats.adapter import Adapter
@@ -181,7 +182,7 @@ def load_adapter(
             load_peft(folder, PeftNames(spec, sizes), own, trained)
             source, other_base = folder / PEFT_TENSORS, ""
         else:
-            source, other_base = folder / manifest.NAME, _load_own_adapter(config, folder, own, trained, base_digest)
+            source, other_base = folder / MANIFEST, _load_own_adapter(config, folder, own, trained, base_digest)
     except CorruptError as damage:
         raise ConfigError("lora.init_from", f"{folder}: {damage}") from None
     except ConfigError as error:

@@ -8,8 +8,8 @@ from typing import Any, get_origin, get_type_hints
 
 from models import MODELS
 from models.spec import ModelSpec, SizeError
-from trainer.base.system.checkpoint_folder import MODEL_FILE
 from trainer.base.system.files import LARGEST_JSON, parse_json_object
+from trainer.base.system.run_files import MODEL_FILE
 from trainer.checkpoint import manifest
 from trainer.checkpoint.manifest import CorruptError
 from trainer.data.tokenizer.backends import TOKENIZERS
@@ -18,6 +18,12 @@ CHAT_TEMPLATE = "chat_template.jinja"
 GENERATION_CONFIG = "generation_config.json"
 SPECIAL_TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 """Keys of the special tokens in Hugging Face's configuration files."""
+
+
+def ids_of_ends(config: Mapping[str, Any]) -> list[int]:
+    """Return the tokens that end a text according to a configuration file of Hugging Face, which names none, one or a list."""
+    ids = config.get("eos_token_id")
+    return ids if isinstance(ids, list) else [] if ids is None else [ids]
 
 
 @dataclass(frozen=True)

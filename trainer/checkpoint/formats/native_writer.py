@@ -7,8 +7,8 @@ from pathlib import Path
 
 from models.huggingface_tensors import is_permuted
 from trainer.base.config import ConfigError
-from trainer.base.system.checkpoint_folder import MODEL_FILE
 from trainer.base.system.files import atomic_folder
+from trainer.base.system.run_files import MANIFEST, MODEL_FILE
 from trainer.checkpoint import manifest
 from trainer.checkpoint.formats.model_metadata import GENERATION_CONFIG
 from trainer.checkpoint.formats.streaming import (
@@ -27,7 +27,7 @@ from trainer.checkpoint.tensor_files import INDEX, Chunk, TensorMetadata, Tensor
 def require_new_folder(folder: Path) -> None:
     """Raise ConfigError if the folder exists and is not empty, or if it is inside a checkpoint."""
     for outer in Path(os.path.realpath(folder)).parents:
-        if (outer / manifest.NAME).exists() and (outer / INDEX).exists():
+        if (outer / MANIFEST).exists() and (outer / INDEX).exists():
             message = f"{folder} is inside the checkpoint {outer}, which new files would damage; choose another path"
             raise ConfigError("", message)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):

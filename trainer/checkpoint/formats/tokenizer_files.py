@@ -9,8 +9,8 @@ from typing import Any
 from models.huggingface import HuggingFace
 from trainer.base.config import ConfigError, TokenizerConfig
 from trainer.base.config.tokenizer_and_template import no_tokenizer, published_tokenizer, saved_tokenizer
-from trainer.base.system.checkpoint_folder import MODEL_FILE
 from trainer.base.system.files import parse_json_object
+from trainer.base.system.run_files import MODEL_FILE
 from trainer.checkpoint import manifest
 from trainer.checkpoint.formats.model_metadata import CHAT_TEMPLATE, GENERATION_CONFIG
 from trainer.checkpoint.formats.weights import Weights

@@ -20,6 +20,7 @@ from models.huggingface_tensors import TEXT_MODEL
 from models.spec import ModelSpec
 from trainer.adapters.nf4 import QuantizedWeight
 from trainer.base.system.files import LARGEST_JSON, digest_of
+from trainer.base.system.run_files import MANIFEST
 from trainer.checkpoint import manifest
 from trainer.checkpoint.commit import Tensors, read_on_all_ranks, require_match
 from trainer.checkpoint.formats.model_metadata import CHAT_TEMPLATE, ModelMetadata
@@ -64,7 +65,7 @@ class Weights(ABC):
 
     def digest(self) -> str:
         """Return a hash of the content of the weights, collectively unless `alone`. Raises OSError."""
-        return digest_of(self.folder / manifest.NAME)  # it contains the hashes of all files
+        return digest_of(self.folder / MANIFEST)  # it contains the hashes of all files
 
     def files(self) -> str:
         """Return which files and modules with weights are read, and which are not, or "" if the folder is a checkpoint."""
@@ -129,7 +130,7 @@ class Weights(ABC):
 
 def checkpoint_origin(checkpoint: Path, averaged: bool) -> dict[str, str]:
     """Return Weights.origin of a checkpoint that need not be opened. averaged: whether its averages are meant. Raises OSError."""
-    metadata = {"format": "pt", "meshwright_checkpoint": digest_of(checkpoint / manifest.NAME)}
+    metadata = {"format": "pt", "meshwright_checkpoint": digest_of(checkpoint / MANIFEST)}
     return metadata | {"meshwright_weights": "averaged"} if averaged else metadata
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from trainer.base.config import DataConfig
+from trainer.base.config.schema.data import CHAT_DATASETS
 from trainer.data.chat.chat_layouts import PAIRS, read_document
 from trainer.data.chat.columns import MissingField, absent_columns, missing_columns, renamed
 from trainer.data.chat.fields import MalformedConversation
@@ -19,8 +20,6 @@ from trainer.data.tokenizer.protocol import Tokenizer
 
 COLUMNS = "data.columns."
 """Beginning of the names of entries of data.columns among the unused fields of a document that lacks their field."""
-CHAT_DATASETS = ("chat", "preference")
-"""Types of datasets that consist of conversations."""
 
 
 def encoder(config: DataConfig, tokenizer: Tokenizer) -> Callable[[Any], Encoded]:

@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from trainer.base.config import ConfigError, DataConfig, TokenizerConfig
+from trainer.base.config.schema.data import CHAT_DATASETS
 from trainer.base.system import console
 from trainer.base.system.files import HashingFile, atomic_folder, file_lock
 from trainer.base.system.spelling import counted
 from trainer.data.chat.format import ChatFormat
 from trainer.data.prepare import fingerprint, tokenize
-from trainer.data.prepare.encode import CHAT_DATASETS, COLUMNS, chat_format
+from trainer.data.prepare.encode import COLUMNS, chat_format
 from trainer.data.prepare.limits import Counts, check_number, check_share
 from trainer.data.prepare.runs import Chunk, chunk_file, read_bad_documents
 from trainer.data.prepare.shuffle import write_split

@@ -9,11 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from trainer.base.config.recognition import is_lfs_pointer
-from trainer.data.sources.streams import COMPRESSED
+from trainer.base.config.schema.data import CHAT_DATASETS, COMPRESSED, READER_OF_ENDING
 
 HEAD_BYTES = 512
 """Number of bytes from which a file is recognised."""
-_CONVERSATIONS = ("chat", "preference")
 
 
 def _starts(*beginnings: bytes) -> Callable[[bytes], bool]:
@@ -36,17 +35,20 @@ class Kind:
     """Endings of the names of such files."""
     needs_ending: bool = False
     """Whether the ending must show the kind too, because the content is also that of other files."""
-    reader: str = ""
-    """Type of dataset that reads such files."""
     way_out: str = "convert such files to JSON lines, for example with to_json of the package datasets"
     """What the user can do if no type of dataset reads them."""
 
+    @property
+    def reader(self) -> str:
+        """Type of dataset that reads such files, or ""."""
+        return READER_OF_ENDING.get(self.endings[0], "") if self.endings else ""
+
     def advice(self, dataset: str) -> str:
         """Return what the user of this type of dataset can do."""
-        if dataset in _CONVERSATIONS and self.reader in ("parquet", "huggingface"):
+        if dataset in CHAT_DATASETS and self.reader in ("parquet", "huggingface"):
             return "decompress such files"  # plain files are read
         # Text and tokens hold no conversations.
-        is_advice = self.reader and not (dataset in _CONVERSATIONS and self.reader in ("text", "tokens"))
+        is_advice = self.reader and not (dataset in CHAT_DATASETS and self.reader in ("text", "tokens"))
         return f'dataset = "{self.reader}" reads such files' if is_advice else self.way_out
 
     def instead_of(self, expected: str, dataset: str) -> str:
@@ -85,9 +87,8 @@ UTF_16 = Kind(name="UTF-16 text", sign=_is_utf16, way_out=_TO_UTF8)
 # fmt: off
 FILES = (
     # The first row that is found decides.
-    Kind(name="a Parquet table", sign=_starts(b"PAR1"), endings=(".parquet",), reader="parquet"),
-    Kind(name="an Arrow table", sign=_starts(ARROW_FILE, b"\xff\xff\xff\xff"), endings=(".arrow", ".feather"),
-         reader="huggingface"),
+    Kind(name="a Parquet table", sign=_starts(b"PAR1"), endings=(".parquet",)),
+    Kind(name="an Arrow table", sign=_starts(ARROW_FILE, b"\xff\xff\xff\xff"), endings=(".arrow", ".feather")),
     Kind(name="a spreadsheet", sign=_starts(_ZIP), endings=(".xlsx", ".xls", ".ods"), needs_ending=True,
          way_out="save such files as CSV"),
     Kind(name="an archive", sign=_is_archive, endings=(".zip", ".tar", ".tgz", ".tar.gz", ".tar.zst", ".7z", ".rar"),
@@ -100,13 +101,13 @@ FILES = (
     LFS_POINTER,
     Kind(name="UTF-32 text", sign=_starts(codecs.BOM_UTF32_LE), way_out=_TO_UTF8),
     UTF_16,
-    Kind(name="a file of tokens", endings=(".bin",), reader="tokens"),
-    Kind(name="a NumPy array", sign=_starts(b"\x93NUMPY"), endings=(".npy",), reader="tokens"),
-    Kind(name="a table of comma-separated values", sign=_starts(b""), endings=(".csv",), needs_ending=True, reader="csv"),
-    Kind(name="a table of tab-separated values", sign=_starts(b""), endings=(".tsv",), needs_ending=True, reader="csv"),
-    Kind(name="JSON", sign=_is_json, endings=(".jsonl", ".json"), reader="jsonl"),
+    Kind(name="a file of tokens", endings=(".bin",)),
+    Kind(name="a NumPy array", sign=_starts(b"\x93NUMPY"), endings=(".npy",)),
+    Kind(name="a table of comma-separated values", sign=_starts(b""), endings=(".csv",), needs_ending=True),
+    Kind(name="a table of tab-separated values", sign=_starts(b""), endings=(".tsv",), needs_ending=True),
+    Kind(name="JSON", sign=_is_json, endings=(".jsonl", ".json")),
     Kind(name="JSON", endings=(".ndjson",), way_out="let the names of such files end in .jsonl"),
-    Kind(name="text", endings=(".txt", ".md"), reader="text"),
+    Kind(name="text", endings=(".txt", ".md")),
 )
 # fmt: on
 

@@ -6,9 +6,8 @@ from typing import Any
 from trainer.base.config import ConfigError, DataConfig
 from trainer.base.config.packages import require_package
 from trainer.base.system.files import read_json_object
-from trainer.base.system.spelling import did_you_mean, similar_path
+from trainer.base.system.spelling import did_you_mean, first_line, similar_path
 from trainer.data.sources.files import describe_folder
-from trainer.data.sources.tables import first_line
 
 
 def is_saved(path: str) -> bool:

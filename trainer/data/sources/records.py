@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from trainer.base.config import ConfigError, DataConfig
+from trainer.base.config.hub import is_dataset_name
 from trainer.base.config.packages import require_package
 from trainer.base.system.files import folder_error
-from trainer.base.system.paths import is_dataset_name
 from trainer.data.sources.contents import HEAD_BYTES, endings_of, recognise
 from trainer.data.sources.csv_records import CsvRecords
 from trainer.data.sources.datasets_library import cached_files, is_saved, saved_files

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any, BinaryIO
 
 from trainer.base.config.packages import require_package
+from trainer.base.config.schema.data import COMPRESSED
 
-COMPRESSED = (".gz", ".zst")
 _READ_BYTES = 2048
 """Number of compressed bytes that are decompressed at a time. The result is at most 64 MiB, because each byte of
 zstd data decompresses to at most 32,000 bytes."""

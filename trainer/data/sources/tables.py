@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from trainer.base.config import ConfigError, DataConfig
 from trainer.base.config.packages import require_package
+from trainer.base.system.spelling import first_line
 from trainer.data.sources.contents import ARROW_FILE, HEAD_BYTES, recognise
 from trainer.data.sources.source import BadDocument, Document, InvalidDocument, Span, too_long
 from trainer.data.sources.text_field import no_column_error
@@ -199,10 +200,6 @@ def _as_bytes(dtype: Any) -> Any:
         if is_list(dtype):
             return make(dtype.value_field.with_type(_as_bytes(dtype.value_type)))
     return as_bytes.get(dtype, dtype)
-
-
-def first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0].rstrip(".")[:200]
 
 
 def parquet_tables(config: DataConfig, field: str) -> Tables:

@@ -11,7 +11,9 @@ import xxhash
 
 from trainer.base.system import console
 from trainer.base.system.files import atomic_write, digest, is_moved, read_json_object, require_regular
-from trainer.run.sinks.sink import METRICS_FILE, LoggedRun, Sink
+from trainer.base.system.run_files import METRICS_FILE
+from trainer.base.system.spelling import first_line
+from trainer.run.sinks.sink import LoggedRun, Sink
 
 _CLOSE_S = 30.0
 """Maximum time that the end of a run waits for all services together."""
@@ -221,8 +223,3 @@ def close_sinks(sinks: Sequence[Sink]) -> None:
     for sink in sinks:
         if isinstance(sink, Delivery):
             sink.wait(end - time.monotonic())
-
-
-def first_line(error: Exception) -> str:
-    """Return the first line of an error's message, or its type."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

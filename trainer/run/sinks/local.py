@@ -11,8 +11,9 @@ from typing import Any
 from trainer.base.config import TrainingConfig
 from trainer.base.system import console
 from trainer.base.system.files import atomic_write, is_moved, parse_json_object, require_regular
+from trainer.base.system.run_files import METRICS_FILE
 from trainer.base.system.units import duration
-from trainer.run.sinks.sink import METRICS_FILE, LoggedRun
+from trainer.run.sinks.sink import LoggedRun
 
 _HALF_LIFE = 200
 """Number of steps after which a step counts half in the estimate of the remaining time."""

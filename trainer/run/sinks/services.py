@@ -10,7 +10,8 @@ from typing import Any
 
 from trainer.base.config import ConfigError, MetricsConfig
 from trainer.base.system import console
-from trainer.run.sinks.delivery import HistoryLost, Service, first_line
+from trainer.base.system.spelling import first_line
+from trainer.run.sinks.delivery import HistoryLost, Service
 from trainer.run.sinks.sink import scalars, texts, timestamp_s
 
 _UNUSABLE_RUN = ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE")

@@ -10,8 +10,8 @@ from typing import Any, Protocol
 import tomli
 
 from trainer.base.config import MetricsConfig, TrainingConfig
+from trainer.base.system.run_files import CONFIG_FILE, ENVIRONMENT_FILE
 
-METRICS_FILE = "metrics.jsonl"
 _NOT_PLOTTED = ("step", "timestamp_s", "first_step", "global_batch_size", "cursor", "tokens_seen", "epochs_seen")
 
 
@@ -46,8 +46,8 @@ class LoggedRun:
 
     def description(self) -> dict[str, Any]:
         """Return the complete configuration by section, and the environment (versions, hardware, git commit)."""
-        environment = json.loads((self.folder / "environment.json").read_text())
-        return tomli.loads((self.folder / "config.toml").read_text()) | {"environment": environment}
+        environment = json.loads((self.folder / ENVIRONMENT_FILE).read_text())
+        return tomli.loads((self.folder / CONFIG_FILE).read_text()) | {"environment": environment}
 
 
 def scalars(record: dict[str, Any]) -> dict[str, float]:

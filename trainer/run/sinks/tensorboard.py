@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from trainer.base.system.files import is_moved
+from trainer.base.system.run_files import CONFIG_FILE
 from trainer.run.sinks.delivery import Service
 from trainer.run.sinks.sink import LoggedRun, code_block, scalars, texts, timestamp_s
 
@@ -43,7 +44,7 @@ class TensorBoard(Service):
     def __init__(self, run: LoggedRun):
         super().__init__(run)  # the state is the time of the last record
         self.folder = run.folder / "tb"
-        self.config = run.folder / "config.toml"
+        self.config = run.folder / CONFIG_FILE
         self.is_described = False
         self.file: BinaryIO | None = None
 
@@ -114,7 +115,7 @@ class TensorBoard(Service):
         from tensorboard.plugins.custom_scalar.layout_pb2 import Layout, MultilineChartContent
 
         if self.config.exists():  # a program may have no run folder
-            self._append_tensor("text", "config.toml", code_block(self.config.read_text()).encode(), step)
+            self._append_tensor("text", CONFIG_FILE, code_block(self.config.read_text()).encode(), step)
         layout = Layout()
         for group, charts in CHARTS.items():
             category = layout.category.add(title=group)

@@ -4,8 +4,9 @@ from dataclasses import dataclass
 
 from trainer.base.config import ConfigError
 from trainer.base.config.load import load_config
+from trainer.base.system.run_files import CONFIG_FILE
 from trainer.base.system.units import GIB
-from trainer.tools.report.run import CONFIG_FILE, Run
+from trainer.tools.report.run import Run
 
 
 @dataclass(frozen=True)

@@ -14,13 +14,19 @@ from trainer.base.config.fields import settings
 from trainer.base.config.recognition import is_checkpoint
 from trainer.base.config.render import setting_texts
 from trainer.base.config.toml_text import toml_value
-from trainer.base.system.checkpoint_folder import LARGEST_CONFIG, parse_step, step_of
 from trainer.base.system.files import describe, file_error, folder_error, read_json_object, read_limited
 from trainer.base.system.paths import split_best
-from trainer.run.sinks.sink import METRICS_FILE
+from trainer.base.system.run_files import (
+    CHECKPOINTS,
+    CONFIG_FILE,
+    ENVIRONMENT_FILE,
+    LARGEST_CONFIG,
+    METRICS_FILE,
+    parse_step,
+    step_of,
+)
 from trainer.tools.report.records import Records, read_records
 
-CONFIG_FILE, ENVIRONMENT_FILE = "config.toml", "environment.json"
 FILES = (METRICS_FILE, CONFIG_FILE, ENVIRONMENT_FILE)
 MAX_RUNS = 32
 """Number of lines that eight colours and four dash patterns distinguish."""
@@ -140,7 +146,7 @@ def find_run(path: Path) -> tuple[Path, int]:
     if problem := folder_error(folder):
         raise ConfigError("", f"{path}: {problem}")
     if is_best:
-        return folder, step_of(best_checkpoint(folder / "checkpoints"))
+        return folder, step_of(best_checkpoint(folder / CHECKPOINTS))
     step = parse_step(folder.resolve().name)
     return (Path(os.path.normpath(folder / "../..")), step) if step and is_checkpoint(folder) else (folder, 0)
 

@@ -21,8 +21,8 @@ from models.spec import meta_model, tensor_styles
 from trainer.adapters import apply as adapters
 from trainer.adapters import nf4
 from trainer.base.config import Config
+from trainer.base.config.schema.data import CHAT_DATASETS
 from trainer.batch import Batch
-from trainer.data.prepare.encode import CHAT_DATASETS
 from trainer.engine import Engine
 from trainer.objective import cross_entropy, preference
 from trainer.optim import muon

@@ -31,6 +31,7 @@ from trainer.base.config.schema.condition import Known
 from trainer.base.config.schema.facts import GRADIENTS_COMPARED, TRANSFORMERS
 from trainer.base.config.toml_text import toml_value
 from trainer.base.system.files import read_json_lines
+from trainer.base.system.run_files import METRICS_FILE
 from trainer.build import build_trainer
 from trainer.parallel import parallelize
 from trainer.run.resolve import resolve, resolve_model
@@ -244,7 +245,7 @@ class Runs:
         """
         try:
             parts = LocalRanks(ranks).run(train, self.flags(settings), decisions, bug)
-            records = [r for r in read_json_lines(self.folder / "run" / "metrics.jsonl") if r["kind"] == "train"]
+            records = [r for r in read_json_lines(self.folder / "run" / METRICS_FILE) if r["kind"] == "train"]
             return Trained.of_ranks(records, parts)
         finally:
             shutil.rmtree(self.folder / "run", ignore_errors=True)

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from trainer.base.config.errors import ConfigError
 from trainer.base.config.schema.checkpoint import CheckpointConfig
-from trainer.base.config.schema.data import DataConfig
+from trainer.base.config.schema.data import DataConfig, split_dataset
 from trainer.base.config.schema.model import LoraConfig, ModelConfig, TokenizerConfig
 from trainer.base.config.schema.observation import EvaluationConfig, MetricsConfig, ProfilingConfig, SamplesConfig
 from trainer.base.config.schema.parallel import ActivationCheckpointConfig, CompileConfig, ExpertsConfig, ParallelConfig
@@ -59,8 +59,7 @@ class Config:
         yield "data.path", self.data.dataset, self.data.path
         for table in ("data.datasets", "evaluation.datasets"):
             for name, text in self.value(table).items():
-                type_, _, path = text.partition(":")
-                yield f"{table}.{name}", type_, path
+                yield f"{table}.{name}", *split_dataset(text)
 
     def explain(self, error: ConfigError) -> str:
         """Return the error line for the user: the origin of the value, then the broken rule."""

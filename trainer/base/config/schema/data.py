@@ -2,11 +2,38 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from types import MappingProxyType
+from typing import Annotated, Literal, get_args
 
 from trainer.base.config.schema.condition import Dataset, When
 from trainer.base.config.schema.constraint import FIXED, PER_NODE, Constraint, CountOrZero
 
+DatasetType = Literal[
+    "python_stdlib", "text", "jsonl", "parquet", "csv", "huggingface", "tokens", "chat", "preference", "prepared"
+]
+DATASET_TYPES: tuple[str, ...] = get_args(DatasetType)
+CHAT_DATASETS = ("chat", "preference")
+"""Types of datasets that consist of conversations. They read the files of the types for records, too."""
+TYPES_WITH_PATH = tuple(type_ for type_ in DATASET_TYPES if type_ not in ("python_stdlib", *CHAT_DATASETS))
+"""Types of datasets that have no files of their own."""
+READER_OF_ENDING = MappingProxyType(
+    {
+        ".txt": "text",
+        ".md": "text",
+        ".jsonl": "jsonl",
+        ".json": "jsonl",
+        ".parquet": "parquet",
+        ".csv": "csv",
+        ".tsv": "csv",
+        ".arrow": "huggingface",
+        ".feather": "huggingface",
+        ".bin": "tokens",
+        ".npy": "tokens",
+    }
+)
+"""Ending of a file's name -> type of dataset that reads such files."""
+COMPRESSED = (".gz", ".zst")
+"""Endings of compressed files, after that of their content."""
 MESSAGE_COLUMNS = ("role", "content")
 DOCUMENT_COLUMNS = (
     "messages", "conversations", "prompt", "completion", "instruction", "input", "output", "question", "answer", "chosen",
@@ -17,21 +44,16 @@ MESSAGE_LISTS = ("messages", "conversations", "prompt", "completion", "chosen", 
 """Those that hold messages, or a text."""
 
 
+def split_dataset(text: str) -> tuple[str, str]:
+    """Return the type and the path of an entry of data.datasets or evaluation.datasets, TYPE:PATH."""
+    type_, _, path = text.partition(":")
+    return type_, path
+
+
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
     dataset: Annotated[
-        Literal[
-            "python_stdlib",
-            "text",
-            "jsonl",
-            "parquet",
-            "csv",
-            "huggingface",
-            "tokens",
-            "chat",
-            "preference",
-            "prepared",
-        ],
+        DatasetType,
         Constraint(only_with=(When("data.datasets", negated=True),)),
     ] = "python_stdlib"
     """Type of dataset: the source code of Python's standard library, text files, texts in JSON, Parquet or CSV files or in a
@@ -45,15 +67,13 @@ class DataConfig:
     Empty: all datasets have equal weights. When a run resumes, entries that it has not reached yet may be changed."""
     text_field: Annotated[str, Constraint(only_with=(Dataset(("jsonl", "parquet", "csv", "huggingface")),))] = "text"
     """Name of the JSON field or table column that contains the document."""
-    columns: Annotated[Mapping[str, str], Constraint(only_with=(Dataset(("chat", "preference")),))] = field(
-        default_factory=dict
-    )
+    columns: Annotated[Mapping[str, str], Constraint(only_with=(Dataset(CHAT_DATASETS),))] = field(default_factory=dict)
     """Names of fields in the data: columns = { question = "query", answer = "reply" } reads the field query as question. They may
     be fields of documents (messages, conversations, prompt, completion, instruction, input, output, question, answer, chosen,
     rejected, system, tools) or of messages (role, content)."""
-    subset: Annotated[str, Constraint(only_with=(Dataset(("huggingface", "chat", "preference")),))] = ""
+    subset: Annotated[str, Constraint(only_with=(Dataset(("huggingface", *CHAT_DATASETS)),))] = ""
     """Name of the configuration to use, if a Hugging Face dataset has several."""
-    split: Annotated[str, Constraint(only_with=(Dataset(("huggingface", "chat", "preference")),))] = "train"
+    split: Annotated[str, Constraint(only_with=(Dataset(("huggingface", *CHAT_DATASETS)),))] = "train"
     """Name of the split to use, if a Hugging Face dataset has several."""
     token_dtype: Annotated[Literal["uint16", "uint32"], Constraint(only_with=(Dataset(("tokens",)),))] = "uint16"
     """Integer type of the tokens in a .bin file that has no .idx file."""
@@ -74,11 +94,11 @@ class DataConfig:
     """Fraction of documents to hold out for evaluation. They are selected by a hash of their content. If the hash selects none or
     all of a few documents, this share of the tokens, the last ones, is held out instead. With dataset = "prepared", the store
     keeps the fraction with which it was prepared."""
-    chat_template: Annotated[str, Constraint(only_with=(Dataset(("chat", "preference")),))] = "llama3"
+    chat_template: Annotated[str, Constraint(only_with=(Dataset(CHAT_DATASETS),))] = "llama3"
     """Format of conversations: a shipped template, such as "llama3" (docs/chat.md), or a path (.jinja file or model folder)."""
-    allowed_special: Annotated[tuple[str, ...], Constraint(only_with=(Dataset(("chat", "preference")),))] = ()
+    allowed_special: Annotated[tuple[str, ...], Constraint(only_with=(Dataset(CHAT_DATASETS),))] = ()
     """Special tokens that are recognized inside message text. Other special tokens are plain text there."""
-    ignored_fields: Annotated[tuple[str, ...], Constraint(only_with=(Dataset(("chat", "preference")),))] = ()
+    ignored_fields: Annotated[tuple[str, ...], Constraint(only_with=(Dataset(CHAT_DATASETS),))] = ()
     """Names of fields that are removed from documents and messages. Any other field that neither the format nor the template uses
     makes a document bad if it may change what is trained on; otherwise it is ignored, and counted in the summary."""
     packing: Annotated[Literal["wrapped", "best-fit", "none"], FIXED] = "wrapped"

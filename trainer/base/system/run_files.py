@@ -1,9 +1,17 @@
-"""Names of the folders and files of checkpoints, by which they are recognized."""
+"""Names of the folders and files of a run and of its checkpoints, by which they are recognized."""
 
 import os
 import re
 from pathlib import Path
 
+CHECKPOINTS = "checkpoints"
+"""Name of the folder of a run's checkpoints."""
+CONFIG_FILE = "config.toml"
+"""Name of the file with the settings of a run, and with those of the run that saved a checkpoint."""
+ENVIRONMENT_FILE = "environment.json"
+"""Name of the file with what else a run depends on."""
+METRICS_FILE = "metrics.jsonl"
+"""Name of the file with the records of a run."""
 MANIFEST = "manifest.json"
 """Name of the file that every checkpoint has. It is written last."""
 MODEL_FILE = "model.json"
