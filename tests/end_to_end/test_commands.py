@@ -159,9 +159,12 @@ def test_an_elastic_run_continues_when_a_node_is_lost_and_when_it_rejoins(tiny, 
         return process
 
     def await_size(size, *running):
-        path = tmp_path / "tiny" / "environment.json"
+        path, end = tmp_path / "tiny" / "environment.json", time.monotonic() + 300
         while not (path.exists() and path.read_text() and json.loads(path.read_text())["world_size"] == size):
-            assert all(process.poll() is None for process in running), [p.communicate() for p in running if p.poll()]
+            if time.monotonic() > end or any(process.poll() is not None for process in running):
+                for process in running:
+                    process.kill()
+                pytest.fail(f"no run of {size} ranks: {[process.communicate() for process in running]}")
             time.sleep(0.05)
 
     first = start_node()

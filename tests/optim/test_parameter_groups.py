@@ -66,7 +66,7 @@ def test_a_shared_parameter_is_in_one_group_and_its_second_name_is_an_error():
     found = groups_of({"tok_embeddings.*": {"lr": 0.3}}, *tied)
     assert found[0] == ("tok_embeddings.*", 0.3, 0.1, ("tok_embeddings.weight",))
     assert not any("output.weight" in names for *_, names in found)
-    with pytest.raises(ConfigError, match=r"matches no trained parameter: output.weight is tok_embeddings.weight"):
+    with pytest.raises(ConfigError, match=r"matches no trained parameter; output.weight is tok_embeddings.weight"):
         groups_of({"output.*": {"lr": 0.3}}, *tied)
 
 
@@ -171,7 +171,7 @@ def test_memory_is_counted_by_the_rule_of_each_parameter():
 
 
 def test_a_pattern_of_frozen_parameters_is_an_error():
-    with pytest.raises(ConfigError, match=r"matches no trained parameter: tok_embeddings.weight is frozen"):
+    with pytest.raises(ConfigError, match=r"matches no trained parameter; tok_embeddings.weight is frozen"):
         groups_of({"tok_embeddings.*": {"lr": 0.3}}, *LORA)
 
 

@@ -7,10 +7,8 @@ parameter. Each expert has its own adapters. Those of its matrices `w1` are stac
 `w1_lora_b` (experts, outputs, rank). trainer/adapters/apply.py adds them to a model.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from math import prod
 
 import torch
@@ -21,20 +19,12 @@ from models.row_groups import ALIGNMENT
 from models.spec import Model, Structure, multiply_adds
 from trainer.adapters.nf4 import BLOCK
 from trainer.base.config import ConfigError, LoraConfig
-from trainer.base.config.fields import matching
+from trainer.base.config.patterns import matching
 from trainer.runtime.device import DTYPES
 
 LORA_A, LORA_B = "lora_a", "lora_b"
 SCALE_SETTINGS = ("rank", "alpha", "rslora")
 """Settings that decide on LoraConfig.scale."""
-
-
-_OWN_NAMES = {
-    **{"q_proj": "*.attention.wq", "k_proj": "*.attention.wk", "v_proj": "*.attention.wv", "o_proj": "*.attention.wo"},
-    **{"gate_proj": "*.w1", "up_proj": "*.w3", "down_proj": "*.w2"},
-    **{"lm_head": "output", "embed_tokens": "tok_embeddings"},
-}
-"""Name of a module in most of Hugging Face's models -> pattern of its name in this project."""
 
 
 @dataclass(frozen=True)
@@ -85,10 +75,10 @@ def select_parameters(model: nn.Module, structure: Structure, config: LoraConfig
         return TrainedParameters(frozenset(names.values()), {})
     adaptable = {target_of(name): name for name in _adaptable_in_blocks(model, structure)}
     owners = {n: m for n, m in model.named_modules() if list(m.parameters(recurse=False))}
-    with pattern_hints(owners, "can only be trained fully, see [lora] train_fully", of="lora.targets"):
-        kind = "linear module or matrix of experts" if structure.has_experts else "linear module"
-        targets = matching("lora.targets", config.targets, adaptable, f"{kind} of the blocks")
-        modules = matching("lora.train_fully", config.train_fully, owners, "module with parameters")
+    kind = "linear module or matrix of experts" if structure.has_experts else "linear module"
+    others = {n: "can only be trained fully, see [lora] train_fully" for n in owners if n not in adaptable}
+    targets = matching("lora.targets", config.targets, adaptable, f"{kind} of the blocks", others)
+    modules = matching("lora.train_fully", config.train_fully, owners, "module with parameters")
     weights = [adaptable[target] for target in targets]
     if both := [owner for weight in weights if (owner := weight.rpartition(".")[0]) in modules]:
         raise ConfigError(
@@ -117,29 +107,6 @@ def select_quantized(model: nn.Module, structure: Structure, config: LoraConfig)
         message = f"needs rows of a multiple of {BLOCK} values, but those of {uneven[0]} have {columns[uneven[0]]}"
         raise ConfigError("lora.base_dtype", message)
     return frozenset(names)
-
-
-@contextmanager
-def pattern_hints(owners: Iterable[str], reason: str, of: str) -> Iterator[None]:
-    """Context manager that adds what was meant to an error about a pattern of modules: the name that a module of Hugging Face's
-    models has here, a pattern for a name without its path, or why a module cannot be selected.
-
-    Args:
-        owners: Names of all modules with parameters.
-        reason: Why modules that exist are not among those that a setting may select.
-        of: The setting.
-    """
-    try:
-        yield
-    except ConfigError as error:
-        pattern = error.message.split()[0]
-        if own := _OWN_NAMES.get(pattern.rpartition(".")[2]):
-            raise ConfigError(error.key, f"{error.message}; {pattern} is called {own} here") from None
-        if error.key == of and (owner := next((n for n in owners if fnmatchcase(n, pattern)), "")):
-            raise ConfigError(error.key, f"{error.message}; {owner} {reason}") from None
-        if any(n.endswith(f".{pattern}") for n in owners):
-            raise ConfigError(error.key, f"{error.message}; write *.{pattern}") from None
-        raise
 
 
 def frozen_vocabulary(model: nn.Module, structure: Structure, trained: TrainedParameters) -> str:

@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from torch import Tensor
 
 from trainer.base.config import ConfigError, GroupOptions, OptimizerConfig
-from trainer.base.config.fields import matching
+from trainer.base.config.patterns import matching
 from trainer.base.system.spelling import counted
 from trainer.optim.rules import RULES
 
@@ -131,6 +131,4 @@ def _require_effect(
     if earlier := {first: name for name, first in chosen.items() if fnmatchcase(name, pattern)}:
         first, name = next(iter(earlier.items()))
         raise ConfigError(key, f"has no effect: earlier patterns select all of its parameters, such as {first} {name}")
-    if name := next((name for name in others if fnmatchcase(name, pattern)), ""):
-        raise ConfigError(key, f"matches no trained parameter: {name} {others[name]}")
-    matching(key, (pattern,), chosen, "trained parameter")
+    matching(key, (pattern,), chosen, "trained parameter", others)

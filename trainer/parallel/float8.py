@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from models.spec import Structure, styles_in_blocks
-from trainer.adapters.select import pattern_hints
 from trainer.base.config import ConfigError, TrainingConfig
-from trainer.base.config.fields import matching
+from trainer.base.config.patterns import matching
 from trainer.parallel.mesh import ParallelDims
 from trainer.parallel.shard_product import product_with_shard
 from trainer.parallel.tensor import shard_shape
@@ -134,9 +133,10 @@ def resolve_float8(model: nn.Module, structure: Structure, config: TrainingConfi
         return NO_FLOAT8
     blocks = f"{structure.blocks_path}."
     linears = [n for n, m in model.named_modules() if type(m) is nn.Linear and n.startswith(blocks)]
-    key, owners = "training.float8_exclude", [n for n, m in model.named_modules() if any(True for _ in m.parameters())]
-    with pattern_hints(owners, "has no products in float8", of=key):
-        excluded = matching(key, config.float8_exclude, linears, "linear module of the blocks")
+    owners = [name for name, module in model.named_modules() if any(True for _ in module.parameters())]
+    others = {name: "has no products in float8" for name in owners if name not in linears}
+    key = "training.float8_exclude"
+    excluded = matching(key, config.float8_exclude, linears, "linear module of the blocks", others)
     if len(excluded) == len(linears):
         raise ConfigError(key, "excludes all linear modules of the blocks; see [training] float8")
     return Float8(frozenset(linears) - set(excluded), by_row=config.float8 == "rowwise")

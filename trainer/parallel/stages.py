@@ -63,6 +63,24 @@ def stages_per_rank(config: ParallelConfig) -> int:
     return config.pipeline_stages_per_rank or SCHEDULES[config.pipeline_schedule].stages_per_rank
 
 
+def splits_backward(config: ParallelConfig) -> bool:
+    """Return whether the run is a pipeline that computes gradients of inputs and weights separately."""
+    return config.pp > 1 and SCHEDULES[config.pipeline_schedule].splits_backward
+
+
+def check_stages_per_rank(config: ParallelConfig) -> None:
+    """Raise ConfigError if the pipeline schedule cannot run this number of stages per rank."""
+    if config.pp == 1:
+        return
+    name, schedule = config.pipeline_schedule, SCHEDULES[config.pipeline_schedule]
+    stages, default = stages_per_rank(config), schedule.stages_per_rank
+    allows_more = default > 1 and not schedule.v_shape
+    if stages < default or (stages > default and not allows_more):
+        count = f"{default}{' or more' if allows_more else ''}"
+        message = f"{name} needs {count} {'stages' if default > 1 else 'stage'} per rank"
+        raise ConfigError("parallel.pipeline_stages_per_rank", message)
+
+
 def partition_blocks(model: nn.Module, structure: Structure, config: ParallelConfig) -> list[Stage]:
     """Return all stages of the pipeline in order. Without a pipeline, the full model is one stage. Raises ConfigError if the
     blocks cannot be partitioned as configured. model: the full model, on the meta device."""

@@ -12,7 +12,7 @@ from trainer.base.config.schema.condition import Fact, Known
 from trainer.checkpoint.formats.peft import PeftNames, unsupported_by_peft
 from trainer.parallel.mesh import ParallelDims
 from trainer.parallel.parameter_storage import shards_parameters
-from trainer.parallel.validate import splits_backward
+from trainer.parallel.stages import splits_backward
 from trainer.run.resolve_optimizer import ResolvedOptimizer
 
 

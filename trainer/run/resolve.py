@@ -16,11 +16,12 @@ from trainer.base.system.spelling import did_you_mean
 from trainer.checkpoint.formats.folders import read_architecture
 from trainer.checkpoint.resume import FAMILY
 from trainer.optim.rules import RULES
+from trainer.parallel.compilation import resolve_compilation
 from trainer.parallel.float8 import Float8, check_shapes, resolve_float8
 from trainer.parallel.mesh import ParallelDims
 from trainer.parallel.parameter_storage import ParameterStorage, require_storable
-from trainer.parallel.stages import Stage, check_microbatches, partition_blocks, stages_of_rank
-from trainer.parallel.validate import check_divisibility, check_stages_per_rank, resolve_compilation
+from trainer.parallel.stages import Stage, check_microbatches, check_stages_per_rank, partition_blocks, stages_of_rank
+from trainer.parallel.validate import check_divisibility
 from trainer.run.facts import model_facts, trained_facts
 from trainer.run.resolve_optimizer import ResolvedOptimizer, resolve_optimizer
 from trainer.runtime import device as devices
@@ -83,7 +84,7 @@ def resolve(config: Config, world_size: int) -> ResolvedRun:
     folder = config.model.pretrained if of_folder else config.model.huggingface
     name = folder or f"{family}/{config.model.size}"
     training = config.training
-    on_gpu = config.run.device != "cpu" and devices.gpu_count() > 0
+    on_gpu = devices.uses_gpus(config.run.device)
     compiled = resolve_compilation(config.compile.enabled, config.parallel, on_gpu)
     # Before the degrees: ep of a model without experts has no right value but 1.
     known = model_facts(model, structure, name, config.parallel, compiled, on_gpu)

@@ -39,6 +39,11 @@ def gpu_count() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
+def uses_gpus(choice: DeviceChoice) -> bool:
+    """Return whether ranks of this node train on GPUs. choice: value of [run] device."""
+    return choice != "cpu" and gpu_count() > 0
+
+
 def local_world_size() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
@@ -46,7 +51,7 @@ def local_world_size() -> int:
 def select_device(choice: DeviceChoice) -> torch.device:
     """Return the device of this rank and make it current. Raises ConfigError like `require_enough_gpus`."""
     require_enough_gpus(choice, local_world_size())
-    if choice == "cpu" or not gpu_count():
+    if not uses_gpus(choice):
         return torch.device("cpu")
     if (
         not {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"} & os.environ.keys()
@@ -92,7 +97,7 @@ def require_enough_gpus(choice: DeviceChoice, ranks: int) -> None:
 
 def float8_facts(choice: DeviceChoice) -> dict[Fact, Known]:
     """Return what is known of the products in float8 of this node. Plans, which may be made on another node, have other facts."""
-    on_gpu = choice != "cpu" and gpu_count() > 0
+    on_gpu = uses_gpus(choice)
     missing = ""
     if not on_gpu:
         if torch.__version__ < (2, 13):  # It has only the slow product that float8.multiply avoids.

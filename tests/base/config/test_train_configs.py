@@ -15,7 +15,7 @@ from trainer.base.config import ConfigError
 from trainer.base.config.load import load_config
 from trainer.base.config.schema.model import ModelFamily
 from trainer.data.tokenizer.backends import load_tokenizer
-from trainer.parallel import validate
+from trainer.parallel import compilation
 from trainer.parallel.stages import SCHEDULES
 from trainer.run.resolve import resolve, resolve_model
 
@@ -237,14 +237,14 @@ def test_a_schedule_that_splits_backward_needs_a_recent_torch(monkeypatch, name)
 )
 def test_compilation_is_on_by_default_where_it_is_possible(monkeypatch, tmp_path, flags, on_gpu, compilers, compiled):
     monkeypatch.delenv("CC", raising=False)
-    monkeypatch.setattr(validate.shutil, "which", lambda name: name in compilers)
-    monkeypatch.setattr(validate.sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.setattr(compilation.shutil, "which", lambda name: name in compilers)
+    monkeypatch.setattr(compilation.sysconfig, "get_path", lambda name: str(tmp_path))
     (tmp_path / "Python.h").touch()
     config = load_config(flags)
-    assert validate.resolve_compilation(config.compile.enabled, config.parallel, on_gpu) == compiled
+    assert compilation.resolve_compilation(config.compile.enabled, config.parallel, on_gpu) == compiled
     (tmp_path / "Python.h").unlink()
     explicit = config.compile.enabled is True
-    assert validate.resolve_compilation(config.compile.enabled, config.parallel, on_gpu) == explicit
+    assert compilation.resolve_compilation(config.compile.enabled, config.parallel, on_gpu) == explicit
 
 
 def test_the_families_of_the_settings_are_those_of_the_models():

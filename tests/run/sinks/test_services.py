@@ -421,11 +421,11 @@ def test_a_server_of_mlflow_that_is_killed_and_restarted_gets_all_values(tmp_pat
 
 @pytest.mark.parametrize("name", SERVICES)
 def test_an_absent_package_is_one_line_before_the_run_starts(tiny, monkeypatch, name):
-    monkeypatch.setattr("trainer.base.config.required_files.is_installed", lambda package: False)
+    monkeypatch.setattr("importlib.util.find_spec", lambda package: None)
     with pytest.raises(ConfigError) as error:
         load_config([*tiny, "--metrics.sinks", f"jsonl,{name}"])
     assert str(error.value) == (
-        f"--metrics.sinks jsonl,{name}: needs the package {name}: pip install -e '.[{name}]' in the clone"
+        f"--metrics.sinks jsonl,{name}: needs the package {name}: {sys.executable} -m pip install {name}"
     )
 
 

@@ -9,10 +9,9 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, is_dataclass, replace
-from fnmatch import fnmatchcase
 from typing import Any
 
 import tomli
@@ -273,14 +272,6 @@ def range_error(value: Any, constraint: Constraint) -> str:
         "must be a 64-bit integer": isinstance(value, float) or -(2**63) <= value < 2**63,
     }
     return next((rule for rule, is_met in rules.items() if not is_met), "")
-
-
-def matching(key: str, patterns: Collection[str], names: Collection[str], kind: str) -> list[str]:
-    """Return the names that match any of the patterns, in order. Raises ConfigError if a pattern matches nothing."""
-    for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in names):
-            raise ConfigError(key, f"{pattern} matches no {kind}{did_you_mean(pattern, names)}")
-    return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
 
 
 _BOOLEANS = {"yes": "true", "on": "true", "1": "true", "no": "false", "off": "false", "0": "false"}

@@ -16,10 +16,15 @@ def require_package(name: str, setting: str) -> ModuleType:
         package = name.partition(".")[0]
         if error.name is None or error.name.partition(".")[0] != package:
             raise  # the package is installed, but one of its own dependencies is not
-        raise ConfigError(setting, f"needs the package {package}: {sys.executable} -m pip install {package}") from None
+        raise _missing(package, setting) from None
 
 
-def is_installed(package: str) -> bool:
-    """Return whether a package is installed, without importing it. A folder of its name that holds no code does not count."""
+def require_installed(package: str, setting: str) -> None:
+    """Like `require_package`, without importing the package. A folder of its name that holds no code does not count."""
     spec = importlib.util.find_spec(package)
-    return spec is not None and spec.origin is not None
+    if spec is None or spec.origin is None:
+        raise _missing(package, setting)
+
+
+def _missing(package: str, setting: str) -> ConfigError:
+    return ConfigError(setting, f"needs the package {package}: {sys.executable} -m pip install {package}")

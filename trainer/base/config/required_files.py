@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 from trainer.base.config.errors import ConfigError
 from trainer.base.config.hub import is_dataset_name
-from trainer.base.config.packages import is_installed
+from trainer.base.config.packages import require_installed
 from trainer.base.config.schema.config import Config
 from trainer.base.config.schema.data import CHAT_DATASETS
 from trainer.base.system.files import folder_error
@@ -28,11 +28,9 @@ def require_files(config: Config, sections: Collection[str]) -> None:
     is_folder = tokenizer.backend == "huggingface" and os.path.isdir(tokenizer.path)
     if "tokenizer" in sections and tokenizer.path and not os.path.isfile(tokenizer.path) and not is_folder:
         raise ConfigError("tokenizer.path", f"no such file{similar_path(tokenizer.path)}")
-    for package in ("wandb", "mlflow", "trackio") if "metrics" in sections else ():
-        if package in config.metrics.sinks and not is_installed(package):
-            raise ConfigError(
-                "metrics.sinks", f"needs the package {package}: pip install -e '.[{package}]' in the clone"
-            )
+    for sink in config.metrics.sinks if "metrics" in sections else ():
+        if sink in ("wandb", "mlflow", "trackio"):  # the names of their packages
+            require_installed(sink, "metrics.sinks")
     for key, type_, path in config.datasets():
         by_name = type_ == "huggingface" or (type_ in CHAT_DATASETS and is_dataset_name(path))
         if path and key.partition(".")[0] in sections and not by_name and not exists(path):

@@ -15,7 +15,7 @@ from trainer.adapters.nf4 import QuantizedWeight
 from trainer.adapters.select import SCALE_SETTINGS
 from trainer.base.config import CheckpointConfig, ConfigError, LoraConfig, errors_about
 from trainer.base.config.checkpoints import resolve_checkpoint
-from trainer.base.config.fields import matching
+from trainer.base.config.patterns import matching
 from trainer.base.config.recognition import PEFT, require
 from trainer.base.config.toml_text import toml_value
 from trainer.base.system import console

@@ -8,10 +8,11 @@ from trainer.base.config.schema.condition import Fact, Known
 from trainer.base.config.schema.facts import FLOAT8_DEVICE, FLOAT8_GPU, PLANNED
 from trainer.base.system.process import cores, meminfo
 from trainer.base.system.units import GIB
+from trainer.parallel.compilation import may_compile
 from trainer.run.resolve import ResolvedRun, resolve
 from trainer.runtime.accelerators import ACCELERATORS, SHORT_NAMES, AcceleratorSpec
 from trainer.tools.planner.roofline import StepTime, pipeline_bubble, step_time
-from trainer.tools.planner.simulate import Simulation, may_compile, simulate, without_compiler
+from trainer.tools.planner.simulate import Simulation, simulate, without_compiler
 
 FRAGMENTATION = 0.1
 """Fraction of device memory that fragmentation of the allocator may waste."""
@@ -143,7 +144,7 @@ class RunEstimate:
 
 def margin_bytes(config: Config, hardware: Hardware, peak: float) -> float:
     """Return the number of bytes of device memory that a run with a planned peak should leave free."""
-    compiled = may_compile(config) if hardware.is_gpu else config.compile.enabled is True
+    compiled = may_compile(config.compile.enabled, config.parallel, hardware.is_gpu)
     extra = COMPILED_EXTRA * peak if compiled and config.activation_checkpoint.mode == "none" else 0.0
     return FRAGMENTATION * hardware.accelerator.memory_gib * GIB + extra
 

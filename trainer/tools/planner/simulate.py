@@ -26,9 +26,9 @@ from trainer.base.system.process import cores
 from trainer.batch import Batch
 from trainer.engine import Engine, build_model_parts, build_objective
 from trainer.parallel.attention import CPU_BACKEND
+from trainer.parallel.compilation import may_compile
 from trainer.parallel.mesh import Meshes
 from trainer.parallel.stages import SCHEDULES, stages_per_rank
-from trainer.parallel.validate import can_compile
 from trainer.run.resolve import ResolvedRun, resolve
 from trainer.runtime.dtensor import to_local
 from trainer.tools.planner.patches import (
@@ -159,11 +159,6 @@ def without_compiler(config: Config) -> Config:
     return replace(config, compile=CompileConfig(enabled=False), parallel=parallel)
 
 
-def may_compile(config: Config) -> bool:
-    """Return whether a run compiles its blocks on a GPU, if the node has a C compiler."""
-    return config.compile.enabled is True or (config.compile.enabled == "auto" and can_compile(config.parallel))
-
-
 def _simulate(job: tuple[Config, int], world_size: int, on_gpu: bool, imbalance: float = 0.0) -> Simulation:
     config, rank = without_compiler(job[0]), job[1]
     resolved = resolve(config, world_size)
@@ -178,7 +173,7 @@ def _simulate(job: tuple[Config, int], world_size: int, on_gpu: bool, imbalance:
     with (
         FakeTensorMode(allow_non_fake_inputs=True) as fake,
         fused_norms(on_gpu),
-        fused_conversions(on_gpu and may_compile(job[0])),
+        fused_conversions(on_gpu and may_compile(job[0].compile.enabled, job[0].parallel, on_gpu)),
         bound_loss_chunks(recorder),
         assumed_splits(imbalance),
         record_host_buffers() as buffers,

@@ -2,6 +2,7 @@
 
 import faulthandler
 import os
+import pickle
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -33,9 +34,10 @@ def _serve(rank: int, size: int, store: str, pipe: Connection, function: Callabl
             result = function(*args)
         finally:
             end_children()  # before the parent process kills this one
-        pipe.send((result, None))
+        # Not pipe.send: multiprocessing would pass a file descriptor for each tensor, and many systems allow 1,024.
+        pipe.send_bytes(pickle.dumps((result, None)))
     except BaseException:
-        pipe.send((None, traceback.format_exc()))
+        pipe.send_bytes(pickle.dumps((None, traceback.format_exc())))
     try:
         pipe.recv()  # other ranks may still need this one; the parent process ends all of them
     except EOFError:
@@ -87,7 +89,7 @@ def _results(pipes: list[Connection]) -> list[Any]:
             raise RankError(f"{len(pipes)} ranks: no rank returned a result within {2 * TIMEOUT_S} s")
         rank = pipes.index(ready[0])
         try:
-            results[rank], error = pipes[rank].recv()
+            results[rank], error = pickle.loads(pipes[rank].recv_bytes())
         except EOFError:
             error = "the process ended without a result"
         if error:
