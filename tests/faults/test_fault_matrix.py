@@ -14,7 +14,7 @@ from tests.faults.saves import POINTS, crash
 
 @pytest.fixture(scope="module")
 def harness(tmp_path_factory):
-    return FaultHarness(tmp_path_factory.mktemp("harness"), steps=60, interval=5)
+    return FaultHarness(tmp_path_factory.mktemp("harness"), steps=30, interval=3)
 
 
 @pytest.mark.parametrize(("case", "trial"), [(1, 0), (9, 0), (9, 2), (19, 0), (25, 0), (49, 0), (49, 1)])

@@ -21,7 +21,7 @@ from tests.run.sinks.runs import FLAGS, STEPS, logged_run, opened, record, recor
 from tests.training_runs import combine, in_folder
 from trainer.base.config import ConfigError, MetricsConfig
 from trainer.base.config.load import load_config
-from trainer.base.config.packages import is_installed
+from trainer.base.config.packages import require_installed
 from trainer.run.sinks import services
 from trainer.run.sinks.delivery import HistoryLost
 from trainer.run.sinks.services import MLflow, Trackio, Wandb, require_access
@@ -433,8 +433,9 @@ def test_a_folder_with_the_name_of_a_package_is_not_the_package(tmp_path, monkey
     """W&B writes to a folder named wandb."""
     (tmp_path / "not_a_package").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
-    assert not is_installed("not_a_package")
-    assert is_installed("torch")
+    with pytest.raises(ConfigError, match=r"metrics\.sinks: needs the package not_a_package: "):
+        require_installed("not_a_package", "metrics.sinks")
+    require_installed("torch", "metrics.sinks")
 
 
 @pytest.mark.parametrize(
