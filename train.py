@@ -48,9 +48,9 @@ def run(config: Config, listener: SignalListener) -> int:
         distributed.require_agreement(resolved.shared)
         lock = acquire_lock(config.run.folder)
         open_log(config.run.folder)
-        saved = resume_point(config.run.folder, config.checkpoint.load_step, resolved.fingerprint)
-        if saved is None or not already_finished(config, saved.state):
-            trainer = build_trainer(config, resolved, rank_device, saved)
+        point = resume_point(config.run.folder, config.checkpoint.load_step, resolved.fingerprint)
+        if point is None or not already_finished(config, point.state):
+            trainer = build_trainer(config, resolved, rank_device, point)
             gc.collect()
             # Later collections skip the imported objects. To visit them takes 0.2 s, at another step on each rank.
             gc.freeze()

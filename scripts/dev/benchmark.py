@@ -48,7 +48,7 @@ from trainer.checkpoint.async_save import WRITERS
 from trainer.checkpoint.commit import SaveRequest
 from trainer.data.sampling.loader import BatchPartition, SampleOrder, training_batches
 from trainer.data.sampling.phases import parse_mixture
-from trainer.data.sampling.samples import ConcatSamples
+from trainer.data.sampling.samples import WrappedSamples
 from trainer.data.sources import open_source
 from trainer.data.store.store import open_store, read_description
 from trainer.data.tokenizer.backends import DEFAULT_FILE, load_tokenizer
@@ -162,7 +162,7 @@ def _store_in(folder: Path) -> Path:
 
 
 def loading(store: Path, local_batch: int, seq: int) -> dict[str, Callable[[], int]]:
-    samples = ConcatSamples(open_store(store, "train"), seq, reset_positions=False)
+    samples = WrappedSamples(open_store(store, "train"), seq, reset_positions=False)
     order = SampleOrder((len(samples),), parse_mixture((), ("data",)), seed=0, shuffle=True)
     cut = BatchPartition(local_batch_size=local_batch, rank=0, ranks=1)
     ways = {"loaded from the store": 0, "loaded ahead by a thread": DataConfig().prefetch}

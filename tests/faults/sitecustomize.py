@@ -161,7 +161,7 @@ def at_microbatch(samples, action) -> None:
         if is_on_this_rank() and loaded[0] == FAULT["microbatch"]:
             action()
 
-    before(samples.ConcatSamples, "__getitem__", at_given_microbatch)
+    before(samples.WrappedSamples, "__getitem__", at_given_microbatch)
 
 
 def is_main_thread() -> bool:

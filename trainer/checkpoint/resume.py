@@ -116,14 +116,14 @@ def _read_state(checkpoint: Path) -> TrainState:
         raise CorruptError("train_state.json is not a valid training state") from None
 
 
-def require_compatible(saved: ResumePoint, now: Mapping[str, Any]) -> None:
-    """Raise a ConfigError that lists the differences from the saved fingerprint, if there are any. now: all or part of the
+def require_compatible(point: ResumePoint, now: Mapping[str, Any]) -> None:
+    """Raise a ConfigError that lists the differences from the fingerprint of a checkpoint, if there are any. now: all or part of the
     current fingerprint."""
     declared = settings()
     # A checkpoint that is older than a setting was saved with its default.
     defaults = {key: declared[key].default for key in now if key in declared}
     now, defaults = json.loads(json.dumps([now, defaults]))  # tuples become lists, as in the checkpoint
-    before = defaults | saved.state.fingerprint
+    before = defaults | point.state.fingerprint
     keys = [key for key, value in sorted(now.items()) if before.get(key) != value and key != FAMILY]
     if not keys:
         return
@@ -131,13 +131,13 @@ def require_compatible(saved: ResumePoint, now: Mapping[str, Any]) -> None:
     if FAMILY in before and FAMILY in now and before[FAMILY] != now[FAMILY]:
         keys.insert(0, FAMILY)
     differences = [f"{key} was {json.dumps(before.get(key))}, is {json.dumps(now[key])}" for key in keys]
-    message = f"cannot resume from {saved.path}: {'; '.join(differences)}; set another --run.name for a new run"
+    message = f"cannot resume from {point.path}: {'; '.join(differences)}; set another --run.name for a new run"
     raise ConfigError("", message)
 
 
-def changed_settings(saved: ResumePoint, config: str) -> list[str]:
+def changed_settings(point: ResumePoint, config: str) -> list[str]:
     """Return one line per setting that differs between the checkpoint and the current configuration. config: TOML text."""
-    path = saved.path / CONFIG_FILE
+    path = point.path / CONFIG_FILE
     try:
         before = setting_texts(manifest.read_text(path, LARGEST_CONFIG), path)
         return differing_settings(before, setting_texts(config, path))
@@ -164,10 +164,10 @@ def _rollbacks(folder: Path) -> list[int | str]:
     ) from None
 
 
-def discard_newer(saved: ResumePoint) -> None:
+def discard_newer(point: ResumePoint) -> None:
     """Move checkpoints newer than the resume point to discarded-N/. The newest one is moved first, so that an interruption
     leaves no gap between checkpoints. Raises ConfigError if the folder cannot be written."""
-    folder, step = saved.path.parent, step_of(saved.path)
+    folder, step = point.path.parent, step_of(point.path)
     steps = _rollbacks(folder)
     try:
         newer = [path for path in committed(folder) if step_of(path) > step]
@@ -178,7 +178,7 @@ def discard_newer(saved: ResumePoint) -> None:
                 path.rename(discarded / path.name)
                 sync(folder)
             console.info(f"moved {counted(len(newer), 'newer checkpoint')} to {discarded}")
-        atomic_write(folder / _LINEAGE, json.dumps({"rolled_back_to": [*steps, saved.requested]}))
+        atomic_write(folder / _LINEAGE, json.dumps({"rolled_back_to": [*steps, point.requested]}))
     except OSError as error:
         message = f"{error.filename or folder} cannot be written ({error.strerror})"
         raise ConfigError("run.output_folder", message) from None

@@ -21,7 +21,7 @@ from trainer.data.datasets import (
 from trainer.data.sampling.mixture import CombinedSamples
 from trainer.data.sampling.packing import PackedIndex, has_target, read_packing
 from trainer.data.sampling.phases import MixturePhase
-from trainer.data.sampling.samples import ConcatSamples, PackedSamples, Samples
+from trainer.data.sampling.samples import PackedSamples, Samples, WrappedSamples
 from trainer.data.store.held_out import Splits, open_splits
 from trainer.data.store.store import TokenStore, open_store, splits_digest
 
@@ -122,13 +122,13 @@ def _no_sample_error(name: str, num_tokens: int, data: DataConfig, seq_len: int)
 
 def _samples(
     folder: Path, split: str, splits: Splits, data: DataConfig, seq_len: int, is_evaluation: bool = False
-) -> ConcatSamples | PackedSamples:
+) -> WrappedSamples | PackedSamples:
     """Return the samples of one split of a store. An evaluation dataset with less than one sample is padded to one."""
     store = splits.train if split == "train" else splits.held_out
     if data.packing != "wrapped":
         index = read_packing(packing_folder(folder, split + splits.suffix, data, seq_len))
         return PackedSamples(store, seq_len, index, reset_positions=data.document_mask)
-    samples = ConcatSamples(store, seq_len, reset_positions=data.document_mask)
+    samples = WrappedSamples(store, seq_len, reset_positions=data.document_mask)
     if is_evaluation and not len(samples) and (index := _one_sample(store, data)) is not None:
         return PackedSamples(store, seq_len, index, reset_positions=data.document_mask)
     return samples

@@ -134,10 +134,10 @@ def resume_point(folder: Path, load_step: int | str, fingerprint: Mapping[str, A
     Raises:
         ConfigError: The checkpoint is incompatible, or find_resume_point finds no intact one.
     """
-    saved = resume.find_resume_point(folder / CHECKPOINTS, load_step)
-    if saved is not None:
-        resume.require_compatible(saved, fingerprint)
-    return saved
+    point = resume.find_resume_point(folder / CHECKPOINTS, load_step)
+    if point is not None:
+        resume.require_compatible(point, fingerprint)
+    return point
 
 
 def how_it_ended(config: Config, state: TrainState, stopped_early: str = "") -> str:

@@ -69,19 +69,19 @@ def unused_template(config: Config, family: str, tokenizer: Tokenizer) -> str:
     )
 
 
-def require_same_tokenizer(saved: ResumePoint, config: TokenizerConfig, tokenizer: Tokenizer) -> None:
+def require_same_tokenizer(point: ResumePoint, config: TokenizerConfig, tokenizer: Tokenizer) -> None:
     """Raise ConfigError if the checkpoint's run had another tokenizer. config: describes this run's."""
     try:
-        require_compatible(saved, {"tokenizer": tokenizer.fingerprint})
+        require_compatible(point, {"tokenizer": tokenizer.fingerprint})
     except ConfigError as error:
-        raise ConfigError("", error.message + _way_to_continue(config, saved)) from None
+        raise ConfigError("", error.message + _way_to_continue(config, point)) from None
 
 
-def _way_to_continue(config: TokenizerConfig, saved: ResumePoint) -> str:
+def _way_to_continue(config: TokenizerConfig, point: ResumePoint) -> str:
     """Return what makes the tokenizer equal to that of a run that began before tokenizer.pattern existed, or ""."""
     if config.backend != "tiktoken" or config.pattern in ("", "llama3"):
         return ""
     earlier = load_tokenizer(replace(config, pattern="llama3"))
-    if saved.state.fingerprint.get("tokenizer") != earlier.fingerprint:
+    if point.state.fingerprint.get("tokenizer") != earlier.fingerprint:
         return ""
     return '; or set tokenizer.pattern = "llama3", with which this run began, to continue it'

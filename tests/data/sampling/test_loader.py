@@ -13,7 +13,7 @@ from trainer.data.sampling.loader import BatchPartition, SampleOrder, evaluation
 from trainer.data.sampling.mixture import CombinedSamples
 from trainer.data.sampling.packing import pack, read_packing
 from trainer.data.sampling.phases import parse_mixture
-from trainer.data.sampling.samples import ConcatSamples, PackedSamples
+from trainer.data.sampling.samples import PackedSamples, WrappedSamples
 from trainer.data.store.store import TokenStore
 
 SEQ = 4
@@ -23,7 +23,7 @@ PHASES = parse_mixture((), ("data",))
 def samples(num_samples=37):
     """Samples of a store in which token i is i, with documents of eleven tokens."""
     tokens = np.arange(num_samples * SEQ + 1)
-    return ConcatSamples(
+    return WrappedSamples(
         TokenStore(tokens, np.append(np.arange(0, len(tokens), 11), len(tokens))), SEQ, reset_positions=False
     )
 
@@ -68,8 +68,8 @@ def test_labels_are_the_next_tokens():
 
 def test_samples_cover_every_token_once():
     assert len(samples(5)) == 5
-    assert len(ConcatSamples(TokenStore(np.arange(5 * SEQ), np.array([0, 20])), SEQ, False)) == 4
-    assert len(ConcatSamples(TokenStore(np.arange(0), np.array([0])), SEQ, False)) == 0
+    assert len(WrappedSamples(TokenStore(np.arange(5 * SEQ), np.array([0, 20])), SEQ, False)) == 4
+    assert len(WrappedSamples(TokenStore(np.arange(0), np.array([0])), SEQ, False)) == 0
     labels = samples(5)[np.arange(5)].labels.flatten().tolist()
     assert labels == list(range(1, 21))
 

@@ -10,7 +10,7 @@ from trainer.data.sampling.loader import SampleOrder
 from trainer.data.sampling.mixture import CombinedSamples, require_unchanged_phases
 from trainer.data.sampling.permutation import permute
 from trainer.data.sampling.phases import PERIOD, parse_mixture
-from trainer.data.sampling.samples import ConcatSamples
+from trainer.data.sampling.samples import WrappedSamples
 from trainer.data.store.store import TokenStore
 
 NAMES = ("web", "code", "math")
@@ -116,7 +116,7 @@ def test_a_phase_that_has_started_cannot_change():
 def test_combined_samples_index_the_datasets_one_after_the_other():
     def counting(first, num_samples):
         tokens = np.arange(first, first + 4 * num_samples + 1)
-        return ConcatSamples(TokenStore(tokens, np.array([0, len(tokens)])), 4, reset_positions=False)
+        return WrappedSamples(TokenStore(tokens, np.array([0, len(tokens)])), 4, reset_positions=False)
 
     both = CombinedSamples([counting(0, 3), counting(1000, 2)])
     assert len(both) == 5

@@ -7,7 +7,7 @@ import torch
 from trainer.base.config import ConfigError, DataConfig
 from trainer.batch import IGNORE_INDEX
 from trainer.data.sampling.packing import best_fit, pack, read_packing, split_documents
-from trainer.data.sampling.samples import ConcatSamples, PackedSamples
+from trainer.data.sampling.samples import PackedSamples, WrappedSamples
 from trainer.data.store import arrays
 from trainer.data.store.arrays import FileArray
 from trainer.data.store.store import SECOND_START, TokenStore
@@ -109,12 +109,12 @@ def test_best_fit_fills_bins_like_its_definition():
 
 
 def test_sample_minus_one_has_no_targets(tmp_path):
-    for samples in (packed(tmp_path, store_of([5, 4]), 4), ConcatSamples(store_of([9]), 4, reset_positions=True)):
+    for samples in (packed(tmp_path, store_of([5, 4]), 4), WrappedSamples(store_of([9]), 4, reset_positions=True)):
         assert (samples[np.array([-1, 0])].labels == IGNORE_INDEX).all(dim=1).tolist() == [True, False]
 
 
 def test_positions_of_wrapped_documents_reset_and_boundaries_have_no_labels():
-    batch = ConcatSamples(store_of([3, 4, 6]), 4, reset_positions=True)[np.arange(3)]
+    batch = WrappedSamples(store_of([3, 4, 6]), 4, reset_positions=True)[np.arange(3)]
     assert batch.tokens.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
     assert batch.positions.tolist() == [[0, 1, 2, 0], [0, 1, 2, 0], [0, 1, 2, 3]]
     assert batch.labels.tolist() == [[1, 2, -100, 4], [5, 6, -100, 8], [9, 10, 11, 12]]
@@ -147,7 +147,7 @@ def of_files(folder, store, packing):
         files[name] = FileArray.open(folder / name, array.dtype, len(array))
     opened = TokenStore(**files | {"documents": files["documents"].as_index()})
     if packing == "wrapped":
-        return type(opened.documents), complete(ConcatSamples(opened, 100, reset_positions=True))
+        return type(opened.documents), complete(WrappedSamples(opened, 100, reset_positions=True))
     samples = packed(folder, opened, 100, packing)
     return type(samples.index.starts), complete(samples)
 

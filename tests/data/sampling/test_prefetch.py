@@ -20,7 +20,7 @@ from trainer.base.config import DataConfig
 from trainer.data.sampling.loader import BatchPartition, SampleOrder, evaluation_batches, training_batches
 from trainer.data.sampling.mixture import CombinedSamples
 from trainer.data.sampling.phases import parse_mixture
-from trainer.data.sampling.samples import ConcatSamples
+from trainer.data.sampling.samples import WrappedSamples
 from trainer.data.store import arrays
 from trainer.data.store.arrays import FileArray, LoadingFailed
 from trainer.data.store.store import TokenStore
@@ -31,7 +31,7 @@ PARTITION = BatchPartition(local_batch_size=4, rank=0, ranks=1)
 
 def samples(tokens=None):
     tokens = np.arange(SEQ * SAMPLES + 1) if tokens is None else tokens
-    return ConcatSamples(TokenStore(tokens, np.array([0, len(tokens)])), SEQ, reset_positions=False)
+    return WrappedSamples(TokenStore(tokens, np.array([0, len(tokens)])), SEQ, reset_positions=False)
 
 
 def samples_of_file(path):

@@ -28,7 +28,7 @@ class Samples(Protocol):
 
 
 @dataclass(frozen=True)
-class ConcatSamples:
+class WrappedSamples:
     """The concatenated tokens of all documents, split every seq_len tokens. Consecutive samples overlap by one token, so that
     every token except the first can be a label. An incomplete last sample is dropped."""
 

@@ -12,7 +12,7 @@ from trainer.base.system import console
 from trainer.batch import IGNORE_INDEX
 from trainer.data.prepare.encode import encoder
 from trainer.data.sampling.packing import pack, read_packing
-from trainer.data.sampling.samples import ConcatSamples, PackedSamples
+from trainer.data.sampling.samples import PackedSamples, WrappedSamples
 from trainer.data.store.store import TokenStore
 from trainer.data.tokenizer.backends import load_tokenizer
 from trainer.tools.report.view.page import data_page
@@ -84,7 +84,7 @@ def test_a_document_is_shown_with_its_prompt_its_answer_and_its_special_tokens(c
 @pytest.mark.parametrize("mask", [True, False])
 def test_samples_of_concatenated_documents_show_their_text(tokenizer, mask):
     store = store_of(DataConfig(), ["some words, and more", "other words"] * 9, tokenizer)
-    samples = ConcatSamples(store, 16, reset_positions=mask)
+    samples = WrappedSamples(store, 16, reset_positions=mask)
     for i, view in enumerate(views(samples, tokenizer)):
         batch = samples[np.array([i])]
         ends_in_target = int(batch.labels[0, -1] != IGNORE_INDEX)
