@@ -117,8 +117,8 @@ def _read_state(checkpoint: Path) -> TrainState:
 
 
 def require_compatible(point: ResumePoint, now: Mapping[str, Any]) -> None:
-    """Raise a ConfigError that lists the differences from the fingerprint of a checkpoint, if there are any. now: all or part of the
-    current fingerprint."""
+    """Raise a ConfigError that lists the differences from the fingerprint of a checkpoint, if there are any. now: all or part
+    of the current fingerprint."""
     declared = settings()
     # A checkpoint that is older than a setting was saved with its default.
     defaults = {key: declared[key].default for key in now if key in declared}
