@@ -27,15 +27,20 @@ def main(monkeypatch, capsys, *argv):
     return exit.value.code, capsys.readouterr().out.splitlines()[1:]
 
 
-def test_no_layout_leaks_and_injected_leaks_are_found(monkeypatch, capsys, tmp_path):
-    layouts = ["dp_shard=1", "tp=2", "cp=2", "cp=2 tp=2", "pp=2"]
+@pytest.mark.parametrize(
+    ("more", "layouts"),
+    [([], ["cp=2 tp=2"]), (WINDOW, ["dp_shard=1", "tp=2", "cp=2", "cp=2 tp=2", "pp=2"])],
+    ids=["documents", "documents and windows"],
+)
+def test_no_layout_leaks_and_injected_leaks_are_found(monkeypatch, capsys, tmp_path, more, layouts):
     words = [word for text in layouts for word in ("--layout", text)]
-    code, rows = main(monkeypatch, capsys, *CHAT, "--run.output_folder", str(tmp_path), *WINDOW, *words)
+    code, rows = main(monkeypatch, capsys, *CHAT, "--run.output_folder", str(tmp_path), *more, *words)
     assert code == 0
-    assert [row.split("  ")[0] for row in rows[:5]] == layouts
-    assert all(row.endswith(" 0 no leak") for row in rows[:5])
+    own = rows[: len(layouts)]
+    assert [row.split("  ")[0] for row in own] == layouts
+    assert all(row.endswith(" 0 no leak") for row in own)
     controls = [row for row in rows if row.startswith("negative control: ")]
-    assert len(controls) == 2 and all(row.endswith(" found") for row in controls)  # documents, windows
+    assert len(controls) == 1 + bool(more) and all(row.endswith(" found") for row in controls)
 
 
 def test_without_document_masks_later_documents_change(monkeypatch, capsys, tmp_path):

@@ -55,7 +55,7 @@ def open_datasets(
     folders = {name: Path(folder) for name, folder in json.loads(stores).items()}
     configs = dataset_configs(data)
     single = list(configs) == [SINGLE]
-    phases = mixture_phases(data)
+    phases, held_out_name = mixture_phases(data), held_out_names(data)
     splits = {name: open_splits(folders[f"train/{name}"], config, evaluates) for name, config in configs.items()}
     training: dict[str, Samples] = {}
     evaluation: dict[str, Samples] = {}
@@ -69,7 +69,7 @@ def open_datasets(
         if split.held_out is not None:
             held_out = _samples(folder, "held_out", split, data, seq_len, is_evaluation=True)
             if len(held_out) or config.dataset != "prepared":  # a prepared store may have no held-out documents
-                evaluation[held_out_names(data)[name]] = held_out
+                evaluation[held_out_name[name]] = held_out
     require_new_names(sets, evaluation)
     for name in sets:
         folder = folders[f"evaluation/{name}"]

@@ -15,7 +15,7 @@ from trainer.data.prepare.encode import chat_format
 from trainer.data.prepare.prepare import prepare, writing
 from trainer.data.sampling.packing import pack
 from trainer.data.sampling.phases import MixturePhase, parse_mixture
-from trainer.data.store.held_out import open_splits
+from trainer.data.store.held_out import may_be_held_out, open_splits
 from trainer.data.store.store import read_description, store_digest
 from trainer.data.tokenizer.protocol import Tokenizer
 
@@ -38,10 +38,8 @@ def mixture_phases(data: DataConfig) -> tuple[MixturePhase, ...]:
 def held_out_names(data: DataConfig) -> dict[str, str]:
     """Return training dataset -> name under which its held-out documents are evaluated, of each that may have some."""
     configs = dataset_configs(data)
-    names = {
-        name: config for name, config in configs.items() if config.held_out_fraction or config.dataset == "prepared"
-    }
-    return {name: "held_out" if list(configs) == [SINGLE] else name for name in names}
+    is_single = list(configs) == [SINGLE]
+    return {name: "held_out" if is_single else name for name, config in configs.items() if may_be_held_out(config)}
 
 
 def check_names(data: DataConfig, evaluation: EvaluationConfig) -> None:

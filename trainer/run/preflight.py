@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from trainer.base.config import Config, compatibility
+from trainer.base.config.value_rules import check_values
 from trainer.checkpoint.formats.initial_weights import open_initial_weights
 from trainer.checkpoint.formats.weights import Weights
 from trainer.checkpoint.resume import ResumePoint, require_compatible
@@ -64,6 +65,7 @@ def check_run(
     Raises:
         ConfigError: The run would fail.
     """
+    check_values(config)  # a program may have changed what load_config has checked
     compatibility.check(config, devices.float8_facts(config.run.device))
     run_on_rank_0(lambda: require_access(config.metrics))
     text = load_text_format(config, resolved)

@@ -146,6 +146,7 @@ def resolve_on_this_node(config: Config, ranks: int, num_nodes: int) -> Resolved
     """Like `resolve`. Raises ConfigError, also if this node cannot run its ranks. ranks: of each node."""
     resolved = resolve(config, ranks * num_nodes)
     devices.require_enough_gpus(config.run.device, ranks)
+    compatibility.check(config, devices.float8_facts(config.run.device))
     return resolved
 
 

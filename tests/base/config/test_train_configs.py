@@ -15,7 +15,6 @@ from trainer.base.config import ConfigError
 from trainer.base.config.load import load_config
 from trainer.base.config.schema.model import ModelFamily
 from trainer.data.tokenizer.backends import load_tokenizer
-from trainer.parallel import compilation
 from trainer.parallel.stages import SCHEDULES
 from trainer.run.resolve import resolve, resolve_model
 
@@ -221,30 +220,6 @@ def test_a_schedule_that_splits_backward_needs_a_recent_torch(monkeypatch, name)
         resolve(config, world_size=2)
     line = f"--parallel.pipeline_schedule {name}: needs torch >= 2.13 (2.11.0 is installed): "
     assert config.explain(error.value).startswith(line)
-
-
-@pytest.mark.parametrize(
-    ("flags", "on_gpu", "compilers", "compiled"),
-    [
-        ([], True, ["gcc"], True),
-        ([], True, [], False),
-        ([], False, ["gcc"], False),
-        (["--compile.enabled", "true"], False, [], True),
-        (["--compile.enabled", "false"], True, ["gcc"], False),
-        (["--parallel.pp", "2", "--parallel.pipeline_schedule", "1F1B"], True, ["cc"], True),
-        (["--parallel.pp", "2", "--parallel.pipeline_schedule", "ZBVZeroBubble"], True, ["cc"], False),
-    ],
-)
-def test_compilation_is_on_by_default_where_it_is_possible(monkeypatch, tmp_path, flags, on_gpu, compilers, compiled):
-    monkeypatch.delenv("CC", raising=False)
-    monkeypatch.setattr(compilation.shutil, "which", lambda name: name in compilers)
-    monkeypatch.setattr(compilation.sysconfig, "get_path", lambda name: str(tmp_path))
-    (tmp_path / "Python.h").touch()
-    config = load_config(flags)
-    assert compilation.resolve_compilation(config.compile.enabled, config.parallel, on_gpu) == compiled
-    (tmp_path / "Python.h").unlink()
-    explicit = config.compile.enabled is True
-    assert compilation.resolve_compilation(config.compile.enabled, config.parallel, on_gpu) == explicit
 
 
 def test_the_families_of_the_settings_are_those_of_the_models():

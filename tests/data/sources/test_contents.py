@@ -13,6 +13,9 @@ import pyarrow.parquet
 import pytest
 
 from tests.data.sources.helpers import error_of, messages, open_dataset, read
+from trainer.base.config.schema.data import DATASET_TYPES, READER_OF_ENDING
+from trainer.data.sources import DATASETS
+from trainer.data.sources.contents import FILES
 from trainer.data.sources.source import InvalidDocument, Span
 
 TABLE = pa.table({"text": ["a", "b"], "messages": [[{"role": "user", "content": "q"}]] * 2})
@@ -185,3 +188,12 @@ def test_conversations_in_a_wrapping_object_are_a_bad_document_that_names_the_li
 
     (bad,) = open_dataset("chat", file).read(Span(str(file), 0, 2**40), reject)
     assert str(bad) == f"{file}:1: field 'data' holds a list of 3 records; the file must hold this list only"
+
+
+def test_the_endings_of_the_table_are_those_of_the_readers():
+    read = [(ending, kind.reader) for kind in FILES if kind.reader for ending in kind.endings]
+    assert dict(read) == dict(READER_OF_ENDING) and len(read) == len(READER_OF_ENDING)
+
+
+def test_every_type_of_dataset_is_opened():
+    assert {*DATASETS, "prepared"} == set(DATASET_TYPES)

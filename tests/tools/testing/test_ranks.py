@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 
+import pytest
 import torch
 
 from tests.conftest import ROOT
@@ -32,6 +33,7 @@ def some_tensors():
     return [torch.full((4,), float(i)) for i in range(50)]
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_results_hold_no_descriptors():
     """Many systems allow a process 1,024, and tests keep the results of hundreds of runs."""
     before = len(os.listdir("/proc/self/fd"))

@@ -26,7 +26,7 @@ from trainer.base.config.schema.condition import (
     one_of,
 )
 from trainer.base.config.schema.config import Config
-from trainer.base.config.schema.data import CHAT_DATASETS, COMPRESSED, READER_OF_ENDING, TYPES_WITH_PATH
+from trainer.base.config.schema.data import CHAT_DATASETS, COMPRESSED, READER_OF_ENDING, TYPES_THAT_NEED_PATH
 from trainer.base.config.schema.facts import (
     ADAPTED_EXPERTS,
     COMPILED,
@@ -123,7 +123,7 @@ ROWS: tuple[Row, ...] = (
         When("tokenizer.backend", ("default",), negated=True), When("tokenizer.path"), "only the default one is shipped"
     ),
     needs(When("data.path"), TYPED, "a path does not tell how its files are read"),
-    needs(When("data.dataset", TYPES_WITH_PATH), When("data.path"), "it names the files"),
+    needs(When("data.dataset", TYPES_THAT_NEED_PATH), When("data.path"), "it names the files"),
     needs(Dataset(("preference",)), _PAIRS, "a pair is no document to train on"),
     Row(Dataset(("preference", "prepared"), negated=True), _PAIRS, "such a loss compares pairs of answers"),
     needs(_PAIRS, When("data.packing", ("best-fit", "none")), "a sample contains complete pairs"),

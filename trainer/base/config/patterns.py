@@ -41,10 +41,13 @@ def matching(
 
 
 def _hint(pattern: str, names: Collection[str], others: Mapping[str, str]) -> str:
-    hint = did_you_mean(pattern, names)
-    if own := _OWN_NAMES.get(pattern.rpartition(".")[2]):
-        return f"{hint}; {pattern} is called {own} here"
     if other := next((name for name in others if fnmatchcase(name, pattern)), ""):
-        return f"{hint}; {other} {others[other]}"
-    is_end = any(name.endswith(f".{pattern}") for name in (*names, *others))
-    return f"{hint}; write *.{pattern}" if is_end else hint
+        return f"; {other} {others[other]}"
+    everything = [*names, *others]
+    if module := _OWN_NAMES.get(pattern.removesuffix(".weight").rpartition(".")[2]):
+        for own in (module, f"{module}.*"):
+            if any(fnmatchcase(name, own) for name in everything):
+                return f"; {pattern} is called {own} here"
+    if any(name.endswith(f".{pattern}") for name in everything):
+        return f"; write *.{pattern}"
+    return did_you_mean(pattern, names)

@@ -29,7 +29,7 @@ def require_files(config: Config, sections: Collection[str]) -> None:
     if "tokenizer" in sections and tokenizer.path and not os.path.isfile(tokenizer.path) and not is_folder:
         raise ConfigError("tokenizer.path", f"no such file{similar_path(tokenizer.path)}")
     for sink in config.metrics.sinks if "metrics" in sections else ():
-        if sink in ("wandb", "mlflow", "trackio"):  # the names of their packages
+        if sink in ("wandb", "mlflow", "trackio"):  # packages of these names
             require_installed(sink, "metrics.sinks")
     for key, type_, path in config.datasets():
         by_name = type_ == "huggingface" or (type_ in CHAT_DATASETS and is_dataset_name(path))

@@ -9,7 +9,7 @@ from typing import get_args
 
 from trainer.base.config.errors import ConfigError
 from trainer.base.config.schema.config import Config
-from trainer.base.config.schema.data import DATASET_TYPES, DOCUMENT_COLUMNS, MESSAGE_COLUMNS, TYPES_WITH_PATH
+from trainer.base.config.schema.data import DATASET_TYPES, DOCUMENT_COLUMNS, MESSAGE_COLUMNS, TYPES_THAT_NEED_PATH
 from trainer.base.config.schema.model import ModelFamily
 from trainer.base.config.schema.training import TrainingConfig
 from trainer.base.system.paths import path_error
@@ -67,7 +67,7 @@ def _dataset_rules(config: Config) -> Iterator[tuple[str, object, str]]:
             message = f"expected TYPE:PATH; TYPE is one of {types}{did_you_mean(type_, DATASET_TYPES)}"
             yield key, type_ not in DATASET_TYPES, message
             yield key, path and type_ == "python_stdlib", "python_stdlib does not take a path"
-            yield key, not path and type_ in TYPES_WITH_PATH, f"expected a path after {type_}:"
+            yield key, not path and type_ in TYPES_THAT_NEED_PATH, f"expected a path after {type_}:"
 
 
 def _batch_rules(training: TrainingConfig) -> Iterator[tuple[str, object, str]]:

@@ -16,8 +16,8 @@ def listed(names: Sequence[str]) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """Return the beginning of an error's message, at most one line, or its type."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")[:200]
+    """Return the first line of an error's message, or its type."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def counted(number: float, noun: str, form: str = "", plural: str = "") -> str:

@@ -62,7 +62,9 @@ def cached_files(config: DataConfig) -> list[str]:
         files = [entry["filename"] for entry in dataset.cache_files]
         has_row_selection = getattr(dataset, "_indices", None) is not None
     except Exception as error:  # the package raises exceptions of many types
-        message = f"this path is not a folder, and the package datasets cannot load it: {first_line(error)}"
+        message = (
+            f"this path is not a folder, and the package datasets cannot load it: {first_line(error)[:200].rstrip('.')}"
+        )
         raise ConfigError("data.path", message + similar_path(config.path)) from None
     if has_row_selection or any(character in config.split for character in "[]+"):
         message = 'slices such as "train[:10%]" and combined splits are not supported: name one full split'

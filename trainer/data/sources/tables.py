@@ -58,7 +58,7 @@ class Tables:
             if isinstance(error, OSError) and error.errno:
                 raise  # this is a file system error
             if start >= span.start:  # otherwise an earlier span reports the error
-                reason = f"this is not {self.format}, or it is damaged ({first_line(error)})"
+                reason = f"this is not {self.format}, or it is damaged ({first_line(error)[:200].rstrip('.')})"
                 yield BadDocument(span.path, row, self._other_format(span.path) or reason, ends_file=True)
 
     def _values(self, batches: Iterable) -> Iterator[Any]:

@@ -34,10 +34,15 @@ class Splits:
         return [(name, store) for name, store in stores if store is not None]
 
 
+def may_be_held_out(data: DataConfig) -> bool:
+    """Return whether a dataset may have held-out documents. A prepared store has the fraction with which it was prepared."""
+    return data.held_out_fraction > 0 or data.dataset == "prepared"
+
+
 def open_splits(folder: Path, data: DataConfig, evaluates: bool) -> Splits:
     """Open the splits of a store. evaluates: whether the run evaluates. Otherwise, no tokens need to be held out."""
     train = open_store(folder, "train")
-    if not data.held_out_fraction and data.dataset != "prepared":
+    if not may_be_held_out(data):
         return Splits(train, None)
     held_out = open_store(folder, "held_out")
     splits = Splits(train, held_out)

@@ -34,7 +34,8 @@ def _serve(rank: int, size: int, store: str, pipe: Connection, function: Callabl
             result = function(*args)
         finally:
             end_children()  # before the parent process kills this one
-        # Not pipe.send: multiprocessing would pass a file descriptor for each tensor, and many systems allow 1,024.
+        # Not pipe.send: multiprocessing would pass a file descriptor for each tensor, and many systems allow 1,024. By value, a
+        # view is sent with all that it is a view of: `function` clones it.
         pipe.send_bytes(pickle.dumps((result, None)))
     except BaseException:
         pipe.send_bytes(pickle.dumps((None, traceback.format_exc())))

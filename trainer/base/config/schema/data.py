@@ -14,8 +14,8 @@ DatasetType = Literal[
 DATASET_TYPES: tuple[str, ...] = get_args(DatasetType)
 CHAT_DATASETS = ("chat", "preference")
 """Types of datasets that consist of conversations. They read the files of the types for records, too."""
-TYPES_WITH_PATH = tuple(type_ for type_ in DATASET_TYPES if type_ not in ("python_stdlib", *CHAT_DATASETS))
-"""Types of datasets that have no files of their own."""
+TYPES_THAT_NEED_PATH = tuple(type_ for type_ in DATASET_TYPES if type_ not in ("python_stdlib", *CHAT_DATASETS))
+"""Types of datasets for which no files are shipped, so that a path must be given."""
 READER_OF_ENDING = MappingProxyType(
     {
         ".txt": "text",
