@@ -29,7 +29,7 @@ from trainer.tools.planner.simulate import simulate
 from trainer.tools.testing.layouts import Layout, flags, num_ranks
 from trainer.tools.testing.parity import LIMITS, deviations, within
 
-WIDE = ["--model.overrides.dim", "128", "--model.overrides.hidden_dim", "256", "--model.overrides.n_layers", "4"]
+WIDE = ["--model.overrides.dim", "128", "--model.overrides.hidden_dim", "256"]
 HEADS = ["--model.overrides.head_dim", "32"]  # of 4 heads
 FAMILIES = {
     "llama": [],
@@ -48,15 +48,16 @@ NF4 = ["--lora.rank", "4", "--optimizer.lr", "1e-2", "--lora.base_dtype", "nf4",
 
 @pytest.fixture(scope="module")
 def bases(ranks, tiny, tmp_path_factory):
-    """Name of a family -> flags of a model with a trained base."""
+    """Name of a family, number of layers -> flags of a model with a trained base."""
     folder, made = tmp_path_factory.mktemp("bases"), {}
 
-    def base(family):
-        if family not in made:
-            argv = [*tiny, *WIDE, *FAMILIES[family]]
-            ranks(1).run(train, [*argv, *in_folder(folder / family), "--training.steps", "1"])
-            made[family] = combine([*argv, "--checkpoint.init_from", str(folder / family)])
-        return made[family]
+    def base(family, n_layers=2):
+        key, run = (family, n_layers), folder / f"{family}-{n_layers}"
+        if key not in made:
+            argv = [*tiny, *WIDE, *FAMILIES[family], "--model.overrides.n_layers", str(n_layers)]
+            ranks(1).run(train, [*argv, *in_folder(run), "--training.steps", "1"])
+            made[key] = combine([*argv, "--checkpoint.init_from", str(run)])
+        return made[key]
 
     return base
 
@@ -85,7 +86,8 @@ def test_a_base_in_4_bits_has_the_losses_and_gradients_of_one_rank(ranks, bases,
     last = text.split()[-1]
     family = last if last in FAMILIES else "llama"
     layout = Layout.parse(text.removesuffix(family).strip())
-    argv = combine([*bases(family), *NF4, "--training.steps", "3", "--training.local_batch_size", "2"])
+    base = bases(family, 4 if "pp=" in text else 2)
+    argv = combine([*base, *NF4, "--training.steps", "3", "--training.local_batch_size", "2"])
     size = num_ranks(load_config(combine([*argv, *flags(layout.settings)])).parallel)
     expected = on_one_rank(*combine([*argv, *flags(layout.single_rank_settings)]))
     run = measured(ranks, size, [*argv, *flags(layout.settings)], tmp_path / "run")

@@ -161,7 +161,8 @@ FAMILY_ROWS = [
 
 @pytest.mark.parametrize("text", [layout_param(text) for text in FAMILY_ROWS])
 def test_every_family_has_the_losses_and_gradients_of_one_rank(ranks, tiny, tmp_path, parity_reference, text):
-    assert_like_one_rank(ranks, tiny, tmp_path / "run", parity_reference, text, n_layers=4)
+    n_layers = 4 if "smollm3" in text or "olmo3" in text else 0  # every fourth layer differs
+    assert_like_one_rank(ranks, tiny, tmp_path / "run", parity_reference, text, n_layers)
 
 
 MIXTURE = "model.name=mixtral experts.balance_loss=0.1 experts.z_loss=0.01"
