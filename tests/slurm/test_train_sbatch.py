@@ -59,7 +59,7 @@ def test_a_job_trains_on_both_nodes(job, tmp_path, options, folder):
     state = job.await_state("COMPLETED", "FAILED")
     assert (state["JobState"], state["ExitCode"]) == ("COMPLETED", "0:0"), job.text()
     assert [record["step"] for record in records(job.run)] == [1, 2, 3, 4]
-    assert "on 2 x CPU" in job.text()
+    assert "ranks: 2 x CPU" in job.text()
 
 
 def test_an_invalid_setting_ends_the_job_with_one_line_and_code_2(job):
