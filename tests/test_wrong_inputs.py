@@ -201,7 +201,7 @@ DATA = {
 """Dataset of scripts/prepare_data.py -> text of the line."""
 
 SCRIPTS = {
-    "prepare_data --data.datasets.web web.jsonl": "expected TYPE:PATH",
+    "prepare_data --data.datasets.web web.jsonl": "chat, preference, prepared, such as jsonl:web.jsonl",
     "prepare_data --data.datasets.web text:words.txt --data.mixture 'web=1'": "expected 'START: NAME=WEIGHT ...'",
     "prepare_data --data.datasets.web text:words.txt --data.mixture '0: wb=1'": "did you mean 'web'?",
     "prepare_data --model.name llama4": "did you mean 'llama3'?",

@@ -80,11 +80,11 @@ def all_dataset_configs(data: DataConfig, sets: Mapping[str, str]) -> Iterator[t
 
 @contextmanager
 def blame_setting(setting: str) -> Iterator[None]:
-    """Context manager that attributes a ConfigError about data.path to the setting that contains the path."""
+    """Context manager that attributes a ConfigError about data.path or data.dataset to the setting that contains the path."""
     try:
         yield
     except ConfigError as error:
-        if error.key != "data.path":
+        if error.key not in ("data.path", "data.dataset") or setting == "data.path":
             raise
         raise ConfigError(setting, error.message) from None
 

@@ -133,7 +133,7 @@ def resolve_float8(model: nn.Module, structure: Structure, config: TrainingConfi
         return NO_FLOAT8
     blocks = f"{structure.blocks_path}."
     linears = [n for n, m in model.named_modules() if type(m) is nn.Linear and n.startswith(blocks)]
-    owners = [name for name, module in model.named_modules() if any(True for _ in module.parameters())]
+    owners = [name for name, module in model.named_modules() if list(module.parameters(recurse=False))]
     others = {name: "has no products in float8" for name in owners if name not in linears}
     key = "training.float8_exclude"
     excluded = matching(key, config.float8_exclude, linears, "linear module of the blocks", others)

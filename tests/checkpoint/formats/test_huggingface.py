@@ -238,6 +238,7 @@ def test_excluded_parameters_keep_their_random_values(ranks, tiny, tmp_path, hf_
             ["--checkpoint.init_exclude", "outptu.weight"],
             "outptu.weight matches no parameter; did you mean 'output.weight'",
         ),
+        (["--checkpoint.init_exclude", "*"], "excludes all parameters"),
     ],
 )
 def test_init_from_another_model_is_rejected(ranks, tiny, tmp_path, hf_model, more, problem):

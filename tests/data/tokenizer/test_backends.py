@@ -259,11 +259,14 @@ def test_a_tokenizer_json_without_its_package_is_a_one_line_error(exported, monk
 
 def test_a_missing_dependency_of_a_package_is_not_reported_as_the_package(monkeypatch):
     def incomplete(name):
-        raise ModuleNotFoundError(name="something.else")
+        raise ModuleNotFoundError("No module named 'something'", name="something.else")
 
     monkeypatch.setattr(packages.importlib, "import_module", incomplete)
-    with pytest.raises(ModuleNotFoundError):
+    with pytest.raises(ConfigError) as error:
         packages.require_package("tokenizers", "tokenizer.backend")
+    assert str(error.value) == (
+        "tokenizer.backend: the package tokenizers cannot be imported (No module named 'something')"
+    )
 
 
 # ---------------------------------------------------------------- equality with other libraries

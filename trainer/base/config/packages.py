@@ -9,13 +9,14 @@ from trainer.base.config.errors import ConfigError
 
 
 def require_package(name: str, setting: str) -> ModuleType:
-    """Import and return a package or one of its modules. Raises a ConfigError about `setting` if the package is not installed."""
+    """Import and return a package or one of its modules. Raises a ConfigError about `setting` if the package, or one that it
+    needs, is not installed."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         package = name.partition(".")[0]
-        if error.name is None or error.name.partition(".")[0] != package:
-            raise  # the package is installed, but one of its own dependencies is not
+        if error.name is None or error.name.partition(".")[0] != package:  # of its own dependencies, one is missing
+            raise ConfigError(setting, f"the package {package} cannot be imported ({error})") from None
         raise _missing(package, setting) from None
 
 

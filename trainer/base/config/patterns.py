@@ -1,5 +1,6 @@
 """Patterns of names of modules and parameters, which several settings contain."""
 
+import re
 from collections.abc import Collection, Mapping
 from fnmatch import fnmatchcase
 from types import MappingProxyType
@@ -10,7 +11,7 @@ from trainer.base.system.spelling import did_you_mean
 _OWN_NAMES = {
     **{"q_proj": "*.attention.wq", "k_proj": "*.attention.wk", "v_proj": "*.attention.wv", "o_proj": "*.attention.wo"},
     **{"gate_proj": "*.w1", "up_proj": "*.w3", "down_proj": "*.w2"},
-    **{"lm_head": "output", "embed_tokens": "tok_embeddings"},
+    **{"lm_head": "output", "embed_tokens": "tok_embeddings", "all-linear": "*"},
 }
 """Name of a module in most of Hugging Face's models -> pattern of its name in this project."""
 
@@ -44,10 +45,20 @@ def _hint(pattern: str, names: Collection[str], others: Mapping[str, str]) -> st
     if other := next((name for name in others if fnmatchcase(name, pattern)), ""):
         return f"; {other} {others[other]}"
     everything = [*names, *others]
-    if module := _OWN_NAMES.get(pattern.removesuffix(".weight").rpartition(".")[2]):
+    if module := _own_name(pattern):
         for own in (module, f"{module}.*"):
-            if any(fnmatchcase(name, own) for name in everything):
-                return f"; {pattern} is called {own} here"
+            if found := [name for name in everything if fnmatchcase(name, own)]:
+                why_not = f", which {others[found[0]]}" if found[0] in others else ""
+                return f"; {pattern} is called {own} here{why_not}"
     if any(name.endswith(f".{pattern}") for name in everything):
         return f"; write *.{pattern}"
+    if any(name.startswith(f"{pattern}.") for name in names):
+        return f"; write {pattern}.*"
     return did_you_mean(pattern, names)
+
+
+def _own_name(pattern: str) -> str:
+    """Return a pattern of the name in this project of what a pattern means in Hugging Face's models, or ""."""
+    own = _OWN_NAMES.get(pattern.removesuffix(".*").removesuffix(".weight").rpartition(".")[2], "")
+    block = re.search(r"\blayers\.\d+\.", pattern)
+    return block[0] + own.replace("*.", "*", 1) if block and own.startswith("*.") else own

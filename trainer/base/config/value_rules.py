@@ -9,7 +9,13 @@ from typing import get_args
 
 from trainer.base.config.errors import ConfigError
 from trainer.base.config.schema.config import Config
-from trainer.base.config.schema.data import DATASET_TYPES, DOCUMENT_COLUMNS, MESSAGE_COLUMNS, TYPES_THAT_NEED_PATH
+from trainer.base.config.schema.data import (
+    DATASET_TYPES,
+    DOCUMENT_COLUMNS,
+    MESSAGE_COLUMNS,
+    READER_OF_ENDING,
+    TYPES_THAT_NEED_PATH,
+)
 from trainer.base.config.schema.model import ModelFamily
 from trainer.base.config.schema.training import TrainingConfig
 from trainer.base.system.paths import path_error
@@ -64,7 +70,9 @@ def _dataset_rules(config: Config) -> Iterator[tuple[str, object, str]]:
         message = path_error(f"{type_}:{path}" if is_entry and path.startswith("//") else path)
         yield key, message, message
         if is_entry:  # otherwise these are rows of compatibility.py
-            message = f"expected TYPE:PATH; TYPE is one of {types}{did_you_mean(type_, DATASET_TYPES)}"
+            reader = READER_OF_ENDING.get(os.path.splitext(type_)[1].lower())
+            hint = f", such as {reader}:{type_}" if reader else did_you_mean(type_, DATASET_TYPES)
+            message = f"expected TYPE:PATH; TYPE is one of {types}{hint}"
             yield key, type_ not in DATASET_TYPES, message
             yield key, path and type_ == "python_stdlib", "python_stdlib does not take a path"
             yield key, not path and type_ in TYPES_THAT_NEED_PATH, f"expected a path after {type_}:"

@@ -41,7 +41,11 @@ def names_loaded(config: CheckpointConfig, names: Collection[str]) -> set[str]:
     """Return the names of the parameters that a new run loads instead of initializing randomly. Raises ConfigError."""
     if not config.init_from:
         return set()
-    return set(names).difference(matching("checkpoint.init_exclude", config.init_exclude, names, "parameter"))
+    key = "checkpoint.init_exclude"
+    loaded = set(names).difference(matching(key, config.init_exclude, names, "parameter"))
+    if not loaded:
+        raise ConfigError(key, "excludes all parameters, so that nothing of [checkpoint] init_from is loaded")
+    return loaded
 
 
 def open_initial_weights(config: CheckpointConfig, spec: ModelSpec, sizes: Any) -> Weights:

@@ -9,6 +9,7 @@ import uuid
 from typing import Any
 
 from trainer.base.config import ConfigError, MetricsConfig
+from trainer.base.config.packages import require_package
 from trainer.base.system import console
 from trainer.base.system.spelling import first_line
 from trainer.run.sinks.delivery import HistoryLost, Service
@@ -40,8 +41,7 @@ def require_access(metrics: MetricsConfig) -> None:
 
 def _may_log_in() -> bool:
     """Return whether W&B writes offline or has a key. Its own init would ask for the key at the terminal."""
-    import wandb
-
+    wandb = require_package("wandb", "metrics.sinks")
     setup = wandb.setup(wandb.Settings(silent=True))
     return setup.settings.mode != "online" or bool(wandb.login(prompt=False, verify=False))
 
