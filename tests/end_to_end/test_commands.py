@@ -152,6 +152,7 @@ def test_an_elastic_run_continues_when_a_node_is_lost_and_when_it_rejoins(tiny, 
     variables = {"NNODES": "1:2", "NGPU": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": port, "MAX_RESTARTS": "2"}
     command = [SCRIPT, *tiny, "--run.output_folder", tmp_path, "--training.steps", "1000000"]
     command += ["--checkpoint.interval_steps", "5", "--checkpoint.keep", "2"]
+    command += ["--metrics.sinks", "jsonl"]  # lines of endless steps would fill the pipe, and the run would wait
 
     def start_node():
         process = start(*command, **variables)

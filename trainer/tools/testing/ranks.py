@@ -1,13 +1,14 @@
 """Local gloo ranks that run a function together."""
 
 import faulthandler
+import io
 import os
-import pickle
 import tempfile
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -34,15 +35,23 @@ def _serve(rank: int, size: int, store: str, pipe: Connection, function: Callabl
             result = function(*args)
         finally:
             end_children()  # before the parent process kills this one
-        # Not pipe.send: multiprocessing would pass a file descriptor for each tensor, and many systems allow 1,024. By value, a
-        # view is sent with all that it is a view of: `function` clones it.
-        pipe.send_bytes(pickle.dumps((result, None)))
+        pipe.send_bytes(_by_value((result, None)))
     except BaseException:
-        pipe.send_bytes(pickle.dumps((None, traceback.format_exc())))
+        pipe.send_bytes(_by_value((None, traceback.format_exc())))
     try:
         pipe.recv()  # other ranks may still need this one; the parent process ends all of them
     except EOFError:
         os._exit(1)
+
+
+def _by_value(result: Any) -> bytes:
+    """Return what Connection.send would send, but with the values of tensors: torch shares their memory through a file descriptor
+    for each, and many systems allow 1,024. A view is sent with all that it is a view of."""
+    content = io.BytesIO()
+    pickler = ForkingPickler(content)
+    pickler.dispatch_table = pickler.dispatch_table.parents  # without what torch has registered
+    pickler.dump(result)
+    return content.getvalue()
 
 
 class RankError(Exception):
@@ -90,7 +99,7 @@ def _results(pipes: list[Connection]) -> list[Any]:
             raise RankError(f"{len(pipes)} ranks: no rank returned a result within {2 * TIMEOUT_S} s")
         rank = pipes.index(ready[0])
         try:
-            results[rank], error = pickle.loads(pipes[rank].recv_bytes())
+            results[rank], error = pipes[rank].recv()
         except EOFError:
             error = "the process ended without a result"
         if error:
