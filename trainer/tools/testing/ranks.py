@@ -1,5 +1,6 @@
 """Local gloo ranks that run a function together."""
 
+import copyreg
 import faulthandler
 import io
 import os
@@ -49,7 +50,7 @@ def _by_value(result: Any) -> bytes:
     for each, and many systems allow 1,024. A view is sent with all that it is a view of."""
     content = io.BytesIO()
     pickler = ForkingPickler(content)
-    pickler.dispatch_table = pickler.dispatch_table.parents  # without what torch has registered
+    pickler.dispatch_table = copyreg.dispatch_table  # without what torch has registered for multiprocessing
     pickler.dump(result)
     return content.getvalue()
 
