@@ -36,7 +36,7 @@ def run(config: Config, listener: SignalListener) -> int:
     from trainer.data.store.arrays import LoadingFailed
     from trainer.resilience.guard import TrainingDiverged
     from trainer.run.resolve import resolve
-    from trainer.run.run_folder import acquire_lock, already_finished, open_log, release_if_empty, resume_point
+    from trainer.run.run_folder import acquire_lock, already_finished, release_if_empty, resume_point
     from trainer.runtime import device, distributed
 
     with one_line_errors(), config.explained_errors():
@@ -47,7 +47,6 @@ def run(config: Config, listener: SignalListener) -> int:
         distributed.init_process_group(config.distributed, rank_device)
         distributed.require_agreement(resolved.shared)
         lock = acquire_lock(config.run.folder)
-        open_log(config.run.folder)
         point = resume_point(config.run.folder, config.checkpoint.load_step, resolved.fingerprint)
         if point is None or not already_finished(config, point.state):
             trainer = build_trainer(config, resolved, rank_device, point)

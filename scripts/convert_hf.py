@@ -62,7 +62,7 @@ if __name__ == "__main__":
 from tqdm import tqdm
 
 from models import MODELS
-from trainer.base.config.checkpoints import resolve_checkpoint
+from trainer.base.config.checkpoints import resolve_checkpoint, why_chosen
 from trainer.base.config.recognition import is_adapter, is_checkpoint
 from trainer.base.system.spelling import did_you_mean
 from trainer.base.system.units import GIB
@@ -103,6 +103,8 @@ def main() -> None:
     try:
         require_new_folder(args.out)
         checkpoint = resolve_checkpoint(args.source)
+        if why := why_chosen(args.source, checkpoint):
+            print(f"{checkpoint}: {why}")
         if args.command == "from-hf":
             from_hf(args.source, args.out, args.family, shard_bytes)
         elif args.command == "merge":

@@ -57,6 +57,8 @@ import torch
 import torch.distributed as dist
 
 from trainer.base.config import ConfigError, DistributedConfig
+from trainer.base.config.checkpoints import why_chosen
+from trainer.base.system.streams import print_line
 from trainer.data.chat.format import ChatFormat
 from trainer.data.chat.template import TemplateFailure
 from trainer.inference.generate import Sampling, TextGenerator, TextStream
@@ -130,6 +132,8 @@ def generate(args: argparse.Namespace, device: torch.device) -> None:
     generator = TextGenerator.load(
         args.path, dtype, device, args.max_seq_len, args.chat_template, args.base, args.averaged
     )
+    if dist.get_rank() == 0 and (why := why_chosen(args.path, generator.folder)):
+        print_line(f"{generator.folder}: {why}", sys.stderr)
     if args.chat:
         chat(generator, generator.chat_format(), args)
     else:

@@ -61,6 +61,51 @@ def test_the_metric_of_an_objective_is_recorded(folder):
     assert [0 <= record["accuracy"] <= 1 for record in records(folder / "outputs" / "smoothed")] == [True] * 3
 
 
+GROUP = """import torch.distributed as dist
+dist.init_process_group({backend!r}, store={store}, rank=0, world_size=1)
+"""
+TRAINS = "Your own loss and metric in the built trainer"
+
+
+def test_a_cell_that_is_run_again_continues_the_run(folder):
+    code = EXAMPLES[TRAINS].replace('"smoothed"', '"again"')
+    more = code[code.index("config = ") :].replace('"--training.steps", "3"', '"--training.steps", "5"')
+    result = run(folder, "-c", f"{code}\n{code}\n{more}")
+    assert result.returncode == 0, result.stderr
+    assert "again already finished at step 3; raise --training.steps to continue" in result.stdout
+    assert [record["step"] for record in records(folder / "outputs" / "again")] == [1, 2, 3, 4, 5]
+    log = (folder / "outputs" / "again" / "log.txt").read_text().splitlines()
+    assert [line[20:] for line in log] == [line[9:] for line in result.stdout.splitlines()], (
+        "the log has each line once"
+    )
+
+
+def test_a_program_with_a_process_group_of_its_own_trains_in_it(folder):
+    code = EXAMPLES[TRAINS].replace('"smoothed"', '"in_group"')
+    result = run(folder, "-c", GROUP.format(backend="gloo", store="dist.HashStore()") + code)
+    assert result.returncode == 0 and "done: step 3" in result.stdout, result.stderr
+    store = "__import__('torch.testing._internal.distributed.fake_pg', fromlist=['FakeStore']).FakeStore()"
+    result = run(folder, "-c", GROUP.format(backend="fake", store=store) + code)
+    message = r"this process has a process group with .*fake.*, but a run on this device needs gloo; create it with this backend"
+    assert re.search(message, result.stderr.splitlines()[-1]), result.stderr
+    result = run(
+        folder,
+        "-c",
+        GROUP.format(backend="gloo", store="dist.HashStore()") + f"import os; os.environ['RANK'] = '1'\n{code}",
+    )
+    assert "this process is rank 0 of 1 of its process group, but WORLD_SIZE and RANK do not say so" in result.stderr
+
+
+def test_the_folder_of_a_built_run_belongs_to_its_process(folder):
+    code = EXAMPLES[TRAINS].replace('"smoothed"', '"locked"').replace("trainer.train()", "")
+    words = ["--config", "train_configs/debug.toml", "--run.name", "locked"]
+    beside = f"import subprocess, sys; print(subprocess.run([sys.executable, {str(ROOT / 'train.py')!r}, *{words}]).returncode)"
+    result = run(folder, "-c", f"{code}\n{beside}\ntrainer.train()\n{beside}")
+    assert re.search(r"outputs/locked is in use by process \d+ on .*; choose another --run.name", result.stderr)
+    lines = result.stdout.splitlines()
+    assert [line for line in lines if line in "02"] == ["2", "0"], "the folder is free once the run has ended"
+
+
 def test_a_file_that_lacks_the_guard_of_its_main_part_is_told_so(folder):
     """The processes that prepare data import it again."""
     code = EXAMPLES["Your own loss and metric in the built trainer"]

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable
+from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -42,7 +43,7 @@ from trainer.run.metrics import Metrics
 from trainer.run.preflight import CheckedRun, check_run
 from trainer.run.profiler import Profiler
 from trainer.run.resolve import ResolvedRun
-from trainer.run.run_folder import create_run_folder, save_run_info, versions
+from trainer.run.run_folder import acquire_lock, create_run_folder, save_run_info, versions
 from trainer.run.sinks import build_sinks
 from trainer.run.sinks.sink import LoggedRun
 from trainer.run.training_data import TrainingData, partition_of_batch, prepare_and_open
@@ -60,7 +61,7 @@ def build_trainer(
     point: ResumePoint | None,
     objective: Objective | None = None,
 ) -> Trainer:
-    """Build the Trainer of a run, collectively. The process group must exist.
+    """Build the Trainer of a run, collectively, and lock its folder. The process group must exist.
 
     Args:
         config: Settings of the run.
@@ -70,9 +71,11 @@ def build_trainer(
         objective: What the run minimizes. None: what the settings select.
 
     Raises:
-        ConfigError: The data, the model, the checkpoint or the run folder cannot be used, or z_loss is set too.
+        ConfigError: The data, the model, the checkpoint or the run folder cannot be used, the folder is in use, or z_loss is set
+            too.
     """
     compatibility.check(config, {OWN_OBJECTIVE: Known(objective is not None)})
+    lock = acquire_lock(config.run.folder)
     _prepare_run_folder(config, is_new=point is None)
     _set_up_process(config, device)
     meshes = _build_meshes(config, resolved, device)
@@ -107,6 +110,7 @@ def build_trainer(
         profiler=Profiler(config.profiling, device, config.run.folder, state.step),
         watchdog=Watchdog(config.resilience.hang_timeout_s, stop),
         stop=stop,
+        lock=lock or nullcontext(),
     )
 
 

@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from models.spec import meta_model
-from trainer.base.config import Config
-from trainer.base.config.checkpoints import resolve_checkpoint
+from trainer.base.config import CheckpointConfig, Config
+from trainer.base.config.checkpoints import resolve_checkpoint, why_chosen
 from trainer.base.config.pretrained import is_from_pretrained
 from trainer.base.config.render import to_toml
 from trainer.base.system import console
@@ -154,7 +154,8 @@ def _load_weights(start: Start, weights: Weights | None, engine: Engine) -> _Loa
     excluded = sorted(names - loaded)
     more = " ..." if len(excluded) > 4 else ""
     exception = f", except {', '.join(excluded[:4])}{more}" if excluded else ""
-    return _Loaded(hashes=hashes, origin=f"{_origin(weights, weights_digest)}{exception}", base=base)
+    origin = _origin(config.checkpoint, weights, weights_digest)
+    return _Loaded(hashes=hashes, origin=f"{origin}{exception}", base=base)
 
 
 def _load_base(start: Start, engine: Engine) -> _Loaded:
@@ -164,12 +165,13 @@ def _load_base(start: Start, engine: Engine) -> _Loaded:
     names = start.resolved.weight_names
     load_initial_weights(start.config.checkpoint, weights, engine.weights, engine.quantized, names)
     weights_digest = weights.digest()
-    base, origin = _base_of(weights, weights_digest), _origin(weights, weights_digest)
+    base, origin = _base_of(weights, weights_digest), _origin(start.config.checkpoint, weights, weights_digest)
     return _Loaded(hashes={_BASE: weights_digest}, origin=origin, base=base)
 
 
-def _origin(weights: Weights, weights_digest: str) -> str:
-    files = weights.files()
+def _origin(config: CheckpointConfig, weights: Weights, weights_digest: str) -> str:
+    why = run_on_rank_0(lambda: why_chosen(Path(config.init_from), weights.folder))
+    files = ", ".join(filter(None, (weights.files(), why)))
     averaged = "averages " if weights.averaged else ""
     return f"{averaged}loaded from {weights.folder} ({short_digest(weights_digest)}{f', {files}' if files else ''})"
 

@@ -50,15 +50,22 @@ class Trainer:
     watchdog: Watchdog
     stop: StopRequest
     """Whether this rank was asked to stop."""
+    lock: AbstractContextManager[object]
+    """Lock of the run folder."""
 
     def train(self) -> None:
         """Train until training.steps are completed, the evaluation loss no longer falls, or any rank is asked to stop. Raises
         TrainingDiverged, SaveFailed or LoadingFailed."""
-        state, steps = self.state, self.config.training.steps
         start_s = time.monotonic()
-        if already_finished(self.config, state, self.early_stopping.reason(state)):
-            self.checkpoints.close()
-            return
+        with self.lock:
+            if already_finished(self.config, self.state, self.early_stopping.reason(self.state)):
+                self.checkpoints.close()
+                return
+            self._make_steps()
+            self._finish(time.monotonic() - start_s)
+
+    def _make_steps(self) -> None:
+        state, steps = self.state, self.config.training.steps
         self.watchdog.start()
         batches = self._start()
         end_interrupts = self.stop.receive_interrupts()
@@ -88,7 +95,6 @@ class Trainer:
             self.stop.has_ended = True
             self.metrics.close()
             end_interrupts()
-        self._finish(time.monotonic() - start_s)
 
     def _finish(self, seconds: float) -> None:
         """Log how the run has ended, and export the model of a run that is complete."""
@@ -98,12 +104,12 @@ class Trainer:
             if not reason:
                 self._log_request_to_stop()
                 return
-            best_step = self.checkpoints.best.step
-            best = f"; the best checkpoint is {folder}{BEST}, of step {best_step}" if best_step else ""
-            console.info(f"stopped early: {reason}{best}")
+            console.info(f"stopped early: {reason}")
         if self.config.checkpoint.export_huggingface:
             export_run(folder, self.config.checkpoint)
-        console.info(f"done: step {step}, {duration(seconds)}, {folder}")
+        best_step = self.checkpoints.best.step
+        best = f"; the best checkpoint is {folder}{BEST}, of step {best_step}" if best_step not in (0, step) else ""
+        console.info(f"done: step {step}, {duration(seconds)}, {folder}{best}")
 
     def _log_request_to_stop(self) -> None:
         if self.config.checkpoint.enabled:

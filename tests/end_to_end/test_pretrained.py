@@ -82,7 +82,7 @@ def test_one_line_says_where_the_weights_come_from(ranks, tiny, base, tmp_path):
         "weights: random",
         f"weights: random; {hf} gives only the dimensions, and --from {hf} would load its weights too",
         "weights: random",
-        f"weights: loaded from {checkpoint} ({manifest}), except norm.weight, output.weight",
+        f"weights: loaded from {checkpoint} ({manifest}, the newest checkpoint), except norm.weight, output.weight",
     ]
     assert lines[4].startswith(f"weights: loaded from {hf} (")
     assert lines[4].endswith(f", {len(files)} files, {files[0]} to {files[-1]})")

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from models.spec import saved_weights
 from trainer.base.config import ConfigError
-from trainer.base.config.checkpoints import resolve_checkpoint
+from trainer.base.config.checkpoints import better_than, resolve_checkpoint
+from trainer.base.system import console
 from trainer.base.system.paths import path_error
 from trainer.checkpoint.formats.folders import open_weights
 from trainer.checkpoint.formats.tokenizer_files import load_model_tokenizer
@@ -59,6 +60,8 @@ def load_model(
         )
     chosen = existing_device(device)
     checkpoint = resolve_checkpoint(Path(path))
+    if better := better_than(Path(path), checkpoint):
+        console.warning(f"{checkpoint} is the newest checkpoint; {better}")
     weights = open_weights(checkpoint, None if base is None else Path(base), True, averaged)
     tokenizer = load_model_tokenizer(weights)
     sizes = weights.sizes.for_seq_len(max_seq_len or weights.model.seq_len)

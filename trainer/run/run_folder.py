@@ -9,6 +9,7 @@ from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 from typing import Any, TextIO
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -37,15 +38,21 @@ _LOCK = ".lock"
 _FOLDERS = (CHECKPOINTS, "tb")
 _FILES = (METRICS_FILE, CONFIG_FILE, ENVIRONMENT_FILE)
 _LOG = "log.txt"
+_HELD: WeakValueDictionary[Path, TextIO] = WeakValueDictionary()
+"""Locks of this process. To close one file of a lock would release it, so there is only one."""
 
 
 def acquire_lock(folder: Path) -> TextIO | None:
-    """Lock the run folder. Return the lock file on rank 0 and None on other ranks. The lock is held until the file is closed.
-    Raises ConfigError if another process holds the lock or the folder cannot be written."""
+    """Lock the run folder, and append all that rank 0 logs from now on to its log too. Return the lock file on rank 0 and None on
+    other ranks. The lock is held until the file is closed; a process that holds it already gets the same file. Raises ConfigError
+    if another process holds the lock or the folder cannot be written."""
     lock = None
 
     def work() -> None:
         nonlocal lock
+        lock = _HELD.get(folder.absolute())
+        if lock is not None and not lock.closed and folder.exists():
+            return
         if os.path.exists(folder) and (problem := folder_error(folder)):
             raise ConfigError("run.name", f"{folder} {problem}")
         _check_types(folder)
@@ -54,7 +61,8 @@ def acquire_lock(folder: Path) -> TextIO | None:
             result = try_lock(folder / _LOCK, timeout_s=5)
         if isinstance(result, str):
             raise _in_use(folder, result)
-        lock = result
+        lock = _HELD[folder.absolute()] = result
+        console.log_to(folder / _LOG)
 
     run_on_rank_0(work)
     return lock
@@ -76,12 +84,6 @@ def require_usable(folder: Path) -> None:
 
 def _in_use(folder: Path, holder: str) -> ConfigError:
     return ConfigError("", f"{folder} is in use by {holder}; choose another --run.name")
-
-
-def open_log(folder: Path) -> None:
-    """Append all that rank 0 logs from now on to the log of the run folder too."""
-    if dist.get_rank() == 0:
-        console.log_to(folder / _LOG)
 
 
 def _check_types(folder: Path) -> None:

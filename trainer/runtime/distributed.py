@@ -59,9 +59,13 @@ def world_size() -> int:
 
 
 def init_process_group(config: DistributedConfig, device: torch.device) -> None:
-    """Join the process group that torchrun's environment variables describe. Without them, create a process group of one rank."""
+    """Join the process group that torchrun's environment variables describe. Without them, create a process group of one rank. A
+    group that the program has created is used. Raises ConfigError if it differs from the one that a run needs."""
     require_main_guard()
     quiet_torch()
+    if dist.is_initialized():
+        _require_usable_group(devices.communication_backend(device))
+        return
     _allow_more_connections()
     store = _create_store(config.init_timeout_s)
     rank = int(os.environ.get("RANK", "0"))
@@ -80,6 +84,22 @@ def init_process_group(config: DistributedConfig, device: torch.device) -> None:
     if world_size() > 1:
         lift_torch_limit(dist.group.WORLD)
         limit_collectives(config.timeout_s)
+
+
+def _require_usable_group(backends: str) -> None:
+    """Raise ConfigError if the process group that exists lacks one of the backends, such as "cpu:gloo,cuda:nccl", or has other
+    ranks than the environment variables say, which name them in messages and choose their devices."""
+    existing = dict(pair.split(":") for pair in dist.get_backend_config().split(","))
+    needed = dict(pair.split(":") for pair in backends.split(",")) if ":" in backends else {"cpu": backends}
+    if any(existing.get(device) != backend for device, backend in needed.items()):
+        message = f"this process has a process group with {dist.get_backend_config()}, but a run on this device needs {backends}"
+        raise ConfigError(
+            "", f"{message}; create it with this backend, or leave it to init_process_group of the trainer"
+        )
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    if (ranks, rank) != (world_size(), int(os.environ.get("RANK", "0"))):
+        message = f"this process is rank {rank} of {ranks} of its process group, but WORLD_SIZE and RANK do not say so"
+        raise ConfigError("", f"{message}; start the program with torchrun, which sets them")
 
 
 def _allow_more_connections() -> None:

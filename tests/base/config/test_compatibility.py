@@ -573,13 +573,13 @@ CASES = {
         "--checkpoint.export_huggingface true --checkpoint.export_checkpoint best --evaluation.keep_best_on held_out --evaluation.interval_steps 0",
         "--checkpoint.export_checkpoint best: needs [evaluation] interval_steps: evaluations choose the best checkpoint",
     ),
-    "[checkpoint] export_averaged needs [evaluation] averaged with [checkpoint] export_checkpoint = best": Case(
+    "[checkpoint] export_averaged needs [evaluation] averaged with an export of the best checkpoint": Case(
         "--checkpoint.export_huggingface true --checkpoint.export_checkpoint best --evaluation.keep_best_on held_out --optimizer.ema_decay 0.9 --checkpoint.export_averaged true",
-        "--checkpoint.export_averaged true: needs [evaluation] averaged with [checkpoint] export_checkpoint = best: the best weights are those evaluated",
+        "--checkpoint.export_averaged true: needs [evaluation] averaged with an export of the best checkpoint: the best weights are those evaluated; export_checkpoint = last needs neither",
     ),
-    "[evaluation] averaged needs [checkpoint] export_averaged with [checkpoint] export_checkpoint = best": Case(
+    "[evaluation] averaged needs [checkpoint] export_averaged with an export of the best checkpoint": Case(
         "--checkpoint.export_huggingface true --checkpoint.export_checkpoint best --evaluation.keep_best_on held_out --optimizer.ema_decay 0.9 --evaluation.averaged true",
-        "--evaluation.averaged true: needs [checkpoint] export_averaged with [checkpoint] export_checkpoint = best: the best weights are those evaluated",
+        "--evaluation.averaged true: needs [checkpoint] export_averaged with an export of the best checkpoint: the best weights are those evaluated; export_checkpoint = last needs neither",
     ),
     "[resilience] on_loss_spike = rollback needs [checkpoint] enabled": Case(
         "--checkpoint.enabled false --resilience.on_loss_spike rollback",

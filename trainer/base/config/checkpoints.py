@@ -4,7 +4,7 @@ from pathlib import Path
 
 from trainer.base.config.errors import ConfigError
 from trainer.base.system.files import folder_error, read_json_object
-from trainer.base.system.paths import split_best
+from trainer.base.system.paths import BEST, split_best
 from trainer.base.system.run_files import CHECKPOINTS, STATE_FILE, latest_per_step, step_of
 
 
@@ -52,3 +52,21 @@ def resolve_checkpoint(folder: Path) -> Path:
         return best_checkpoint(folder / CHECKPOINTS)
     steps = list_checkpoints(folder / CHECKPOINTS)
     return steps[0] if steps else folder
+
+
+def why_chosen(source: Path, chosen: Path) -> str:
+    """Return why `resolve_checkpoint(source)` is `chosen`, and which other checkpoint a user may expect, or "" if the source is
+    this folder."""
+    run, is_best = split_best(source)
+    if chosen in (source, run) or not (checkpoints := list_checkpoints(run / CHECKPOINTS)):
+        return ""
+    if is_best:
+        return f"the best checkpoint by its evaluations; the newest is step {step_of(checkpoints[0])}"
+    better = better_than(source, chosen)
+    return f"the newest checkpoint{f'; {better}' if better else ''}"
+
+
+def better_than(source: Path, chosen: Path) -> str:
+    """Return which checkpoint of a run is better than `chosen`, its newest one, or "". source: the run folder."""
+    best = 0 if chosen == source else best_step(source / CHECKPOINTS)
+    return f"the best by its evaluations is {source}{BEST}, of step {best}" if best not in (0, step_of(chosen)) else ""

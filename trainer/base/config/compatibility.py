@@ -31,6 +31,7 @@ from trainer.base.config.schema.facts import (
     ADAPTED_EXPERTS,
     COMPILED,
     DECAYS,
+    EXPORTS_BEST,
     FLOAT8_DEVICE,
     FLOAT8_GPU,
     FROZEN_VOCABULARY,
@@ -223,8 +224,8 @@ ROWS: tuple[Row, ...] = (
         needs(
             When(one),
             When(other),
-            "the best weights are those evaluated",
-            When("checkpoint.export_checkpoint", ("best",)),
+            "the best weights are those evaluated; export_checkpoint = last needs neither",
+            EXPORTS_BEST,
         )
         for one, other in (
             ("checkpoint.export_averaged", "evaluation.averaged"),
@@ -311,7 +312,10 @@ def _facts_of_settings(config: Config) -> dict[Fact, Known]:
     is_local = names_a_folder(source)
     steps_given = "training.steps" in config.origins or training.steps != settings()["training.steps"].default
     is_typed = data.dataset != "python_stdlib" or bool(data.datasets)
+    finds_best = config.evaluation.keep_best_on != "" and config.evaluation.interval_steps > 0
+    exported = config.checkpoint.export_checkpoint if config.checkpoint.export_huggingface else "none"
     return {
+        EXPORTS_BEST: Known(exported == "best" or (exported == "auto" and finds_best)),
         STEPS_GIVEN: Known(steps_given, f"steps = {training.steps} is set too"),
         GROUP_OF_MUON: Known(pattern is not None, setting=f"optimizer.groups.{pattern}"),
         TYPED: Known(is_typed, f"set [data] dataset to {_types_for(data.path)}"),

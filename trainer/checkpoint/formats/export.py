@@ -7,10 +7,10 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 
 from trainer.base.config import CheckpointConfig, ConfigError, errors_about
-from trainer.base.config.checkpoints import best_checkpoint
+from trainer.base.config.checkpoints import best_checkpoint, best_step
 from trainer.base.config.recognition import is_adapter
 from trainer.base.system import console
-from trainer.base.system.run_files import CHECKPOINTS, latest_per_step
+from trainer.base.system.run_files import CHECKPOINTS, latest_per_step, step_of
 from trainer.checkpoint.formats.adapter import Adapter
 from trainer.checkpoint.formats.folders import open_weights
 from trainer.checkpoint.formats.huggingface_writer import write_huggingface
@@ -45,9 +45,9 @@ def export_run(run_folder: Path, config: CheckpointConfig, skip_existing: bool =
     try:
         checkpoints = run_folder / CHECKPOINTS
         with errors_about("checkpoint.export_checkpoint"):
-            chosen = (
-                best_checkpoint(checkpoints) if config.export_checkpoint == "best" else latest_per_step(checkpoints)[0]
-            )
+            last, best = latest_per_step(checkpoints)[0], best_step(checkpoints)
+            is_best = config.export_checkpoint == "best" or (config.export_checkpoint == "auto" and best > 0)
+            chosen = best_checkpoint(checkpoints) if is_best else last
         if skip_existing and is_export_of(out, chosen, averaged):
             return
         if is_adapter(chosen):
@@ -59,4 +59,8 @@ def export_run(run_folder: Path, config: CheckpointConfig, skip_existing: bool =
         message = f"{out} could not be written ({reason}); rerun the same command to retry"
         raise ConfigError("checkpoint.export_huggingface", message) from None
     suffix = " (averaged weights)" if averaged else ""
-    console.info(f"exported {chosen.name}{suffix} to {out}")
+    why = ""
+    if best not in (0, step_of(last)):
+        why = f"; the last is step {step_of(last)}" if is_best else f"; the best is step {best}"
+        why = f", the {'best' if is_best else 'last'} checkpoint{why} (checkpoint.export_checkpoint = {config.export_checkpoint})"
+    console.info(f"exported {chosen.name}{suffix} to {out}{why}")

@@ -14,7 +14,7 @@ from models.spec import ModelSpec, meta_model, saved_weights
 from trainer.adapters.nf4 import QuantizedWeight
 from trainer.adapters.select import SCALE_SETTINGS
 from trainer.base.config import CheckpointConfig, ConfigError, LoraConfig, errors_about
-from trainer.base.config.checkpoints import resolve_checkpoint
+from trainer.base.config.checkpoints import resolve_checkpoint, why_chosen
 from trainer.base.config.patterns import matching
 from trainer.base.config.recognition import PEFT, require
 from trainer.base.config.toml_text import toml_value
@@ -178,7 +178,7 @@ def load_adapter(
         ConfigError: The source is damaged, or contains another adapter.
     """
     own = {name: p for name, p in parameters.items() if name in trained}
-    folder = Path(config.init_from)
+    folder = named = Path(config.init_from)
     try:
         folder = run_on_rank_0(partial(resolve_checkpoint, folder))
         if require(folder, "adapter") == PEFT:
@@ -191,7 +191,8 @@ def load_adapter(
         raise ConfigError("lora.init_from", f"{folder}: {damage}") from None
     except ConfigError as error:
         raise error if error.key else ConfigError("lora.init_from", error.message) from None
-    console.info(f"loaded the adapter {folder}{other_base}")
+    why = run_on_rank_0(lambda: why_chosen(named, folder))
+    console.info(f"loaded the adapter {folder}{f' ({why})' if why else ''}{other_base}")
     return run_on_rank_0(partial(digest_of, source))
 
 

@@ -54,6 +54,7 @@ class CheckpointConfig:
     ] = False
     """Whether export_huggingface writes the averaged weights."""
     export_checkpoint: Annotated[
-        Literal["last", "best"], Constraint(only_with=(When("checkpoint.export_huggingface"),))
-    ] = "last"
-    """Checkpoint that export_huggingface writes: that of the last step, or the best one by [evaluation] keep_best_on."""
+        Literal["auto", "last", "best"], Constraint(only_with=(When("checkpoint.export_huggingface"),))
+    ] = "auto"
+    """Checkpoint that export_huggingface writes. "auto": the best one by [evaluation] keep_best_on, if there is one, otherwise
+    that of the last step."""

@@ -7,6 +7,7 @@ STEPS_GIVEN = Fact("[training] steps")
 GROUP_OF_MUON = Fact("optimizer = muon in [optimizer] groups", "optimizer.groups")
 TYPED = Fact("the type of its files")
 LOCAL_MODEL = Fact("a path as [model] pretrained")
+EXPORTS_BEST = Fact("an export of the best checkpoint")
 
 # The model and the layout: trainer/run/facts.py.
 HAS_EXPERTS = Fact("a model with experts")
