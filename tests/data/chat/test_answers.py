@@ -97,7 +97,7 @@ def trained(chat: ChatFormat, messages: list[dict]) -> list[str]:
 def test_an_answer_that_a_template_rewrites_is_a_target_as_it_is_written(body, rewritten, written, is_noticed):
     chat = ChatFormat.compile(LOOP.replace("BODY", body), DEFAULT)
     messages = [m for _ in range(10) for m in ({"role": "user", "content": "q"}, {"role": "assistant", "content": "a"})]
-    messages[11] = messages[11] | {"mood": "good"}
+    messages[11] = messages[11] | ({"mood": "good"} if "mood" in body else {})
     expected = ["a<|eot_id|>"] * 10
     expected[rewritten] = f"{written}<|eot_id|>"
     assert trained(chat, messages) == expected

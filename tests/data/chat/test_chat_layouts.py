@@ -64,9 +64,12 @@ NOT_A_PAIR = (
     "the document has none of the layouts of a preference pair (prompt, chosen and rejected; instruction, input, chosen and "
     "rejected; question, chosen and rejected; conversations, chosen and rejected; chosen and rejected)"
 )
+FIELD = "remove it, read it under another name by data.columns, or list it in data.ignored_fields"
+ROLES = "system, user, human, assistant, gpt, bot, model, tool, observation, function"
 SUGGESTION = "data.columns names other fields, such as data.columns ="
 WAY_OUT = (
-    "which may change what is trained on and is not supported here; remove the field, or list it in data.ignored_fields"
+    "which may change what is trained on and is not supported here; remove it, read it under another name by data.columns, or "
+    "list it in data.ignored_fields"
 )
 FIRST_DIFFER = "the first messages of chosen and rejected differ, so the two prompts differ"
 DIFFER = "the chosen answer begins with a user message, so the two prompts differ"
@@ -86,6 +89,16 @@ def calling(arguments: Any) -> dict[str, Any]:
     return reply(tool_calls=[{"function": {"name": "f", "arguments": arguments}}])
 
 
+JSON_TEXTS = {
+    "message 2: the text of a call's arguments": calling,
+    "message 2: a tool call": lambda text: reply(tool_calls=[text]),
+    "message 2: function_call": lambda text: reply(function_call=text),
+    "tools": lambda text: turns(Q, A, tools=f"[{text}]"),
+    "a tool": lambda text: turns(Q, A, tools=[text]),
+    "messages": lambda text: {"messages": f"[{text}]"},
+    "message 2": lambda text: turns(Q, text),
+}
+"""Label in a message -> document with a JSON text there."""
 CHAT_ROWS = [
     # messages, also as JSON text, also in ShareGPT's format
     (turns(Q, A), QA),
@@ -93,6 +106,9 @@ CHAT_ROWS = [
     ({"messages": json.dumps([Q, A]), "prompt": "", "answer": ""}, QA),
     (turns(json.dumps(Q), json.dumps(A)), QA),
     (turns(*SHAREGPT), QA),
+    *((turns(Q | {"role": "human"}, A | {"role": role}), QA) for role in ("gpt", "bot", "model")),
+    ({"messages": [], "conversations": SHAREGPT}, QA),
+    ({"conversations": {}, "prompt": [Q], "completion": [A], "messages": "", "chosen": []}, QA),
     ({"conversations": SHAREGPT}, QA),
     ({"conversations": [Q, A]}, QA),
     ({"conversations": [{"from": "system", "value": "s"}, *SHAREGPT]}, SQA),
@@ -121,6 +137,27 @@ CHAT_ROWS = [
     (turns(S, Q, A, system="s"), SQA),
     *((document | {"system": ""}, QA) for document in (turns(Q, A), {"conversations": SHAREGPT})),
     ({"prompt": [Q], "completion": [A], "system": ""}, QA),
+    # second texts and lists beside the messages, under any name
+    *(
+        (
+            document | {name: value},
+            f"the document has the field {name}, {WAY_OUT}",
+        )
+        for document in (turns(Q, A), {"question": "q", "answer": "a"}, {"prompt": "p", "completion": "c"})
+        for name, value in {
+            "system_instruction": "brief",
+            "available_functions": [TOOL],
+            "choices": ["A", "B"],
+            "persona": "You are terse.",
+            "\u7cfb\u7edf": "\u7b80\u6d01",
+            "facts": {"sky": "blue"},
+            "include": False,
+            "is_correct": "False",
+            "source": "a document " * 100,
+            "target": False,
+            "ignored": True,
+        }.items()
+    ),
     # tools, variables of the template
     (turns(Q, A, tools=[TOOL]), [talk("-+", Q, A, tools=(TOOL,))]),
     (turns(Q, A, tools='[{"name": "f"}]'), [talk("-+", Q, A, tools=(TOOL,))]),
@@ -218,7 +255,7 @@ CHAT_ROWS = [
     ),
     ({"messages": {"role": "user"}}, "messages is not a list"),
     ({"conversations": "hi"}, "conversations is not a list, nor the JSON text of one"),
-    (turns(), "the conversation has no messages"),
+    (turns(), "the document's field messages is empty"),
     (turns(Q, Q), "the conversation has no assistant message"),
     (turns(S, S | {"content": "t"}, A), "the conversation has 2 system messages; at most one is allowed"),
     (turns(Q, S, A), "message 2 is a system message; only the first message may be one"),
@@ -232,23 +269,70 @@ CHAT_ROWS = [
         turns({"speaker": "user", "text": "q"}),
         f'message 1 has no role; its fields: speaker, text; {SUGGESTION} {{ role = "speaker", content = "text" }}',
     ),
-    (turns(Q, A | {"role": "bot"}), "message 2 has the role 'bot'; expected one of system, user, assistant, tool"),
-    (turns(Q | {"role": ["user"]}), "message 1 has the role ['user']; expected one of system, user, assistant, tool"),
+    (
+        turns(Q | {"role": ["user"]}),
+        f"message 1 has the role ['user']; expected one of {ROLES}",
+    ),
     (
         turns(Q | {"role": "User"}),
-        "message 1 has the role 'User'; expected one of system, user, assistant, tool; did you mean 'user'?",
+        f"message 1 has the role 'User'; expected one of {ROLES}; did you mean 'user'?",
     ),
     (turns({"role": "user"}, A), "message 1 has no content; its fields: role"),
     (asked(None), "message 1 has no content; its fields: role"),
     (reply(content=" \n"), "message 2 is an empty answer"),
     (reply(content=[]), "message 2 is an empty answer"),
     (reply(content="a", reasoning_content=["r"]), "message 2: reasoning_content is not text"),
+    *(
+        (
+            reply(content="a", **{one: "r", other: "s"}),
+            f"message 2 has different reasonings in {one} and {other}; {FIELD}",
+        )
+        for one, other in (
+            ("reasoning_content", "thinking"),
+            ("thinking", "reasoning"),
+            ("reasoning_content", "reasoning"),
+        )
+    ),
+    *(
+        (turns(*messages), f"message {i} has {name}, but only answers have reasoning; {FIELD}")
+        for name in ("reasoning_content", "thinking", "reasoning")
+        for i, messages in (
+            (1, (S | {name: "r"}, Q, A)),
+            (1, (Q | {name: "r"}, A)),
+            (3, (Q, CALL, {"role": "tool", "content": "1", name: "r"}, A)),
+        )
+    ),
     (reply(content="a", weight=0.5), "message 2 has the weight 0.5; expected 0 or 1"),
     (reply(content="a", weight="0"), "message 2 has the weight '0'; expected 0 or 1"),
     (reply(content="a", train=1), "message 2 has train = 1; expected true or false"),
     (reply(content="a", train="no"), "message 2 has train = 'no'; expected true or false"),
     (reply(content="a", weight=1, train=False), "message 2 has the weight 1 and train = False"),
     (turns(Q, Q | {"train": True}, A), "message 2 has train = true, but only answers can be trained on"),
+    # JSON text inside JSON has the rules of JSON lines
+    *(
+        (document(text), f"{label}: an object has two fields named 'x'")
+        for text in ('{"x": 1, "x": 2}', '{"a": [{"x": 1, "x": 1}]}')
+        for label, document in JSON_TEXTS.items()
+    ),
+    *(
+        (document(text), f"{label} contains NaN or an infinite number, which JSON does not have")
+        for text in ('{"x": NaN}', '{"x": [-Infinity]}', '{"x": 1e999}')
+        for label, document in JSON_TEXTS.items()
+    ),
+    *(
+        (document(text), f"{label} contains a lone surrogate")
+        for text in (r'{"x": "\ud800"}', r'{"\udfff": 1}')
+        for label, document in JSON_TEXTS.items()
+    ),
+    *(
+        (document, f"{label} contains NaN or an infinite number, which JSON does not have")
+        for label, document in (
+            ("message 2", calling({"x": float("nan")})),
+            ("message 2", turns(Q, {"role": "tool", "content": {"x": float("inf")}}, A)),
+            ("tools", turns(Q, A, tools=[TOOL | {"x": float("nan")}])),
+            ("chat_template_kwargs", turns(Q, A, chat_template_kwargs={"x": float("nan")})),
+        )
+    ),
     # messages in ShareGPT's format
     ({"conversations": ["hi"]}, "message 1 is not an object, nor the JSON text of one"),
     ({"conversations": [{"value": "hi"}]}, "message 1 has no from; its fields: value"),
@@ -257,12 +341,11 @@ CHAT_ROWS = [
     ({"conversations": [SHAREGPT[0] | {"content": "q"}]}, "message 1 has both value and content"),
     (
         {"conversations": [{"from": ["human"], "value": "hi"}]},
-        "message 1 is from ['human']; expected one of system, human, user, gpt, assistant, tool, observation",
+        f"message 1 is from ['human']; expected one of {ROLES}",
     ),
     (
         {"conversations": [{"from": "narrator of a very long story, read at night", "value": "hi"}]},
-        "message 1 is from 'narrator of a very long story, read ...; "
-        "expected one of system, human, user, gpt, assistant, tool, observation",
+        f"message 1 is from 'narrator of a very long story, read ...; expected one of {ROLES}",
     ),
     # contents and their parts
     *(
@@ -272,6 +355,19 @@ CHAT_ROWS = [
     (asked([{"type": "image", "url": "u"}]), "message 1 has a content part of type 'image'; only text is supported"),
     (asked(["a"]), "message 1 has a content part of type None; only text is supported"),
     (asked([{"type": "text"}]), "message 1 has a content part without text"),
+    *(
+        (asked([{"type": "text", "text": "q"} | field]), f"a content part of message 1 has the field {name}, {WAY_OUT}")
+        for field in (
+            {"weight": 0},
+            {"train": False},
+            {"image_url": {"url": "u"}},
+            {"hidden": True},
+            {"annotations": [{"start": 0}]},
+            {"thinking": "r"},
+            {"note": "two words"},
+        )
+        for name in field
+    ),
     # calls, their functions and arguments
     (reply(tool_calls="f"), "message 2: tool_calls is not a list, nor the JSON text of one"),
     (reply(tool_calls='"f"'), "message 2: tool_calls is not a list"),
@@ -308,7 +404,11 @@ CHAT_ROWS = [
     # a second conversation, or a part of one
     (turns(Q, A, conversations=SHAREGPT), f"the document has the field conversations, {WAY_OUT}"),
     (turns(Q, A, prompt="p"), f"the document has the field prompt, {WAY_OUT}"),
-    (turns(Q, A, prompt=[Q], completion=[A]), f"the document has the field prompt, {WAY_OUT}"),
+    (
+        turns(Q, A, prompt=[Q], completion=[A]),
+        "the document has the fields prompt, completion, which may change what is trained on and are not supported here; remove "
+        "them, read them under another name by data.columns, or list them in data.ignored_fields",
+    ),
     ({"conversations": SHAREGPT, "prompt": "p"}, f"the document has the field prompt, {WAY_OUT}"),
     ({"prompt": "p", "completion": "c", "rejected": "r"}, f"the document has the field rejected, {WAY_OUT}"),
     ({"question": "q", "answer": "a", "instruction": "i"}, f"the document has the field instruction, {WAY_OUT}"),
@@ -370,7 +470,7 @@ PAIR_ROWS = [  # pairs: the prompt apart, shared by both answers, as text; singl
     (pair("c", "", prompt="p"), "the document's field rejected is empty"),
     (pair(" \n", "r", prompt="p"), "the document's field chosen is empty"),
     (pair([A | {"content": " "}], [B], prompt=[Q]), "message 2 is an empty answer"),
-    (pair([], [A], prompt=[Q]), "the conversation has no assistant message"),
+    (pair([], [A], prompt=[Q]), "the document's field chosen is empty"),
     (pair(1, 2, prompt="p"), NO_KIND.format("chosen")),
     (pair("c", [A], prompt="p"), NO_KIND.format("rejected")),
     (pair([Q, A], [Q, B], prompt="x"), "the prompt is not the text of a message that both conversations share"),
@@ -384,7 +484,7 @@ PAIR_ROWS = [  # pairs: the prompt apart, shared by both answers, as text; singl
     (pair([Q], [Q, B]), "the chosen conversation has only the message that both share, so no answer"),
     (pair([Q, A], [Q]), "the rejected conversation has only the message that both share, so no answer"),
     (pair([A], [B]), "the document has no prompt"),
-    (pair([], [B]), "the document has no prompt"),
+    (pair([], [B]), "the document's field chosen is empty"),
     *(
         (pair("c", "r", prompt="p", **{name: [A]}), f"the document has the field {name}, {WAY_OUT}")
         for name in ("history", "conversations", "messages", "images", "label", "weights", "question")

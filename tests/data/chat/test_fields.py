@@ -3,7 +3,7 @@
 import json
 
 from tests.data.chat.examples import CHATML
-from trainer.data.chat.fields import is_consequential, without
+from trainer.data.chat.fields import may_matter, without
 from trainer.data.chat.format import load_chat_format
 
 USER = {"role": "user", "content": "q"}
@@ -25,7 +25,7 @@ def test_words_in_names_decide_whether_a_field_selects_what_is_trained_on():
         "toolCalls",
         "skip",
     ):
-        assert is_consequential(name), name
+        assert may_matter(name, 1), name
     for name in (
         "id",
         "trainer_version",
@@ -37,7 +37,7 @@ def test_words_in_names_decide_whether_a_field_selects_what_is_trained_on():
         "score",
         "model",
     ):
-        assert not is_consequential(name), name
+        assert not may_matter(name, 1) and not may_matter(name, "x"), name
 
 
 def test_ignored_fields_are_removed_everywhere_and_listed():

@@ -1,8 +1,11 @@
 """No field of a message and no part of a conversation disappears: the template uses it, or it is named or counted."""
 
+import json
+
 import pytest
 
 from tests.data.chat.examples import CHATML, DEFAULT, shown
+from trainer.data.chat.fields import WAY_OUT
 from trainer.data.chat.format import ChatFormat, load_chat_format
 from trainer.data.chat.template import TemplateFailure
 
@@ -26,10 +29,7 @@ def chat():
 
 @pytest.mark.parametrize("name", ["mask", "loss_weight", "image", "reasoning_details", "refusal", "tools", "trainable"])
 def test_a_field_of_a_message_that_the_template_does_not_read_is_named(chat, name):
-    reason = (
-        f"message 2 has the field {name}, which may change what is trained on, but which the template does not read; "
-        "remove the field, or list it in data.ignored_fields"
-    )
+    reason = f"message 2 has the field {name}, which may change what is trained on and is not used by the template; {WAY_OUT}"
     assert reason_of({"messages": [USER, ANSWER | {name: "x"}]}, chat) == reason
     turns = [SHAREGPT["conversations"][0], SHAREGPT["conversations"][1] | {name: "x"}]
     assert reason_of({"conversations": turns}, chat) == reason
@@ -54,6 +54,99 @@ def test_unused_fields_of_messages_are_listed_with_those_of_the_document(chat):
     assert chat.encode_document(document)[1] == ("name", "source", "timestamp")
 
 
+@pytest.mark.parametrize(
+    ("field", "owner"),
+    [
+        ({"ignored": True}, "message 2"),
+        ({"approved": False}, "message 2"),
+        ({"ok": "yes"}, "message 2"),
+        ({"critique": "too long"}, "message 2"),
+        ({"spans": [[0, 1]]}, "message 2"),
+        ({"gold": {"a": 1}}, "message 2"),
+    ],
+)
+def test_a_flag_a_text_or_a_list_in_a_message_needs_the_user(chat, field, owner):
+    (name,) = field
+    assert reason_of({"messages": [USER, ANSWER | field]}, chat) == (
+        f"{owner} has the field {name}, which may change what is trained on and is not used by the template; {WAY_OUT}"
+    )
+    ignoring = load_chat_format("chatml", CHATML, ignored_fields=[name])
+    assert ignoring.encode_document({"messages": [USER, ANSWER | field]}) == (chat.encode_document(TALK)[0], (name,))
+
+
+@pytest.mark.parametrize("values", [(1, 2), (0.5, None), ("good", "bad")])
+def test_an_unused_field_that_distinguishes_the_answers_needs_the_user(chat, values):
+    def talk(name):
+        return {"messages": [message for value in values for message in (USER, ANSWER | {name: value})]}
+
+    for name in ("quality", "score", "n"):
+        assert reason_of(talk(name), chat) == (
+            f"the answers have different values of the field {name}, which may change what is trained on and is not used by the "
+            f"template; {WAY_OUT}"
+        )
+    for name in ("id", "message_id", "createdAt", "timestamp"):
+        assert chat.encode_document(talk(name))[1] == (name,)
+
+
+CALLING = {"role": "assistant", "tool_calls": [{"id": "c1", "function": {"name": "f", "arguments": {"x": "y"}}}]}
+
+
+def test_the_fields_of_parts_calls_and_functions_are_used_counted_or_named():
+    chat = load_chat_format("chatml", CHATML)
+
+    def talk(call, function, part=None):
+        question = USER if part is None else USER | {"content": [{"type": "text", "text": "q"} | part]}
+        calls = [
+            {"id": "c1", "type": "function"} | call | {"function": CALLING["tool_calls"][0]["function"] | function}
+        ]
+        return {"messages": [question, {"role": "assistant", "tool_calls": calls}]}
+
+    encoded, unused = chat.encode_document(talk({"index": 0}, {"version": 2}, {"cache_control": {"type": "ephemeral"}}))
+    assert encoded == chat.encode_document(talk({}, {}))[0]
+    assert unused == ("content.cache_control", "tool_calls.function.version", "tool_calls.id", "tool_calls.index")
+    for name, value in {
+        "reasoning": "because",
+        "weight": 0,
+        "hidden": True,
+        "result": [1],
+        "thought_signature": "a b",
+    }.items():
+        reason = f"which may change what is trained on and is not used by the template; {WAY_OUT}"
+        for document in (talk({name: value}, {}), talk({}, {name: value})):
+            assert reason_of(document, chat) == f"a tool call of message 2 has the field {name}, {reason}"
+        ignoring = load_chat_format("chatml", CHATML, ignored_fields=[name])
+        part = talk({}, {}, {name: value})
+        calls = json.dumps(talk({name: value}, {name: value})["messages"][1]["tool_calls"])
+        as_text = {"messages": [USER, {"role": "assistant", "tool_calls": calls}]}
+        for document in (talk({name: value}, {}), talk({}, {name: value}), part, as_text):
+            assert ignoring.encode_document(document) == (encoded, tuple(sorted((name, "tool_calls.id"))))
+    writes_id = loop(
+        "{{ m.content or m.tool_calls[0].id ~ m.tool_calls[0].function.name ~ m.tool_calls[0].function.arguments }}"
+    )
+    assert ChatFormat.compile(writes_id, DEFAULT).encode_document(talk({}, {}))[1] == ()
+
+
+def test_what_a_template_omits_of_a_tool_is_named_or_counted():
+    parameters = {
+        "type": "object",
+        "properties": {"city": {"type": "string", "description": "a place", "format": "name"}},
+    }
+    tools = [{"type": "function", "function": {"name": "weather", "description": "the sky", "parameters": parameters}}]
+    complete = loop("{{ tools | tojson if tools and loop.first }}{{ m.content }}")
+    assert ChatFormat.compile(complete, DEFAULT).encode_document(TALK | {"tools": tools})[1] == ()
+    for part, omitted in (
+        ("tools[0].function.name", "the sky"),
+        ("tools[0].function.name ~ tools[0].function.description", "city"),
+        ("tools[0].function.name ~ tools[0].function.description ~ 'city'", "a place"),
+    ):
+        chat = ChatFormat.compile(loop(f"{{{{ {part} if tools }}}}{{{{ m.content }}}}"), DEFAULT)
+        reason = f"the template does not write {omitted!r} of the description of tool 1"
+        assert reason_of(TALK | {"tools": tools}, chat) == reason
+    parts = "tools[0].function.name ~ tools[0].function.description ~ 'city a place'"
+    chat = ChatFormat.compile(loop(f"{{{{ {parts} if tools }}}}{{{{ m.content }}}}"), DEFAULT)
+    assert chat.encode_document(TALK | {"tools": tools})[1] == ("tools.format", "tools.type")
+
+
 # ---------------------------------------------------------------- reasoning and template arguments
 
 
@@ -66,9 +159,7 @@ THINKING = (
 @pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
 def test_reasoning_is_used_or_named(chat, name):
     reasoned = {"messages": [USER, ANSWER | {name: "because"}]}
-    assert reason_of(reasoned, chat) == (
-        f"message 2 has {name}, which the template does not read; remove the field, or list it in data.ignored_fields"
-    )
+    assert reason_of(reasoned, chat) == (f"message 2 has {name}, which the template does not read; {WAY_OUT}")
     encoded, unused = ChatFormat.compile(THINKING, DEFAULT).encode_document(reasoned)
     assert "".join(shown(encoded)).replace("+", "") == "userq<|eot_id|>assistant(because)a<|eot_id|>"
     assert unused == ()

@@ -31,7 +31,7 @@ class ChatLayout:
         values = [document.get(name) for name in self.prompt]
         is_empty = all(map(is_absent, values)) and not self.is_plain
         lacking = [name for name in self.prompt[:1] if values[0] is None or is_empty]
-        return lacking + [name for name in self.answers if document.get(name) in (None, "")]
+        return lacking + [name for name in self.answers if is_absent(document.get(name))]
 
 
 CHATS = {

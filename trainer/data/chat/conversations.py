@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trainer.data.chat.chat_layouts import Document, PromptAndAnswer
-from trainer.data.chat.fields import MalformedConversation, from_json, is_absent
+from trainer.data.chat.fields import MalformedConversation, from_json, is_absent, require_json
 from trainer.data.chat.messages import Message, content_text, read_message
 
 
@@ -18,23 +18,25 @@ class Conversation:
     """Descriptions of the tools that the assistant may call. The template renders the descriptions."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """Further variables of the template, by name."""
+    unused: frozenset[str] = frozenset()
+    """Names of fields in messages that have no meaning."""
 
 
 def read_conversation(found: PromptAndAnswer) -> Conversation:
     """Return the conversation of a prompt and an answer that are lists of messages. Raises MalformedConversation."""
-    document, messages, loss_mask = found.document, *_messages(found.prompt, found.answer)
+    document, messages, loss_mask, unused = found.document, *_messages(found.prompt, found.answer)
     system = _system(document, messages)
     if system is not None:
         messages, loss_mask = [{"role": "system", "content": system}, *messages], [False, *loss_mask]
-    return Conversation(tuple(messages), tuple(loss_mask), _tools(document), _arguments(document))
+    return Conversation(tuple(messages), tuple(loss_mask), _tools(document), _arguments(document), unused)
 
 
-def _messages(prompt: Sequence[Any], answer: Sequence[Any]) -> tuple[list[Message], list[bool]]:
-    """Return all messages, and whether each of them is trained on."""
+def _messages(prompt: Sequence[Any], answer: Sequence[Any]) -> tuple[list[Message], list[bool], frozenset[str]]:
+    """Return all messages, whether each of them is trained on, and the names of fields in them that have no meaning."""
     read = [read_message(message, f"message {i}") for i, message in enumerate([*prompt, *answer], start=1)]
     if not read:
         raise MalformedConversation("the conversation has no messages")
-    messages = [message for message, _ in read]
+    messages = [message for message, *_ in read]
     systems = [i for i, message in enumerate(messages, start=1) if message["role"] == "system"]
     if len(systems) > 1:
         raise MalformedConversation(f"the conversation has {len(systems)} system messages; at most one is allowed")
@@ -42,10 +44,10 @@ def _messages(prompt: Sequence[Any], answer: Sequence[Any]) -> tuple[list[Messag
         raise MalformedConversation(f"message {systems[0]} is a system message; only the first message may be one")
     if not any(message["role"] == "assistant" for message in messages):
         raise MalformedConversation("the conversation has no assistant message")
-    loss_mask = [is_target and i >= len(prompt) for i, (_, is_target) in enumerate(read)]
+    loss_mask = [is_target and i >= len(prompt) for i, (_, is_target, _) in enumerate(read)]
     if not any(loss_mask):
         raise MalformedConversation("the conversation has no assistant message to train on")
-    return messages, loss_mask
+    return messages, loss_mask, frozenset().union(*(unused for *_, unused in read))
 
 
 def _system(document: Document, messages: Sequence[Message]) -> str | None:
@@ -77,6 +79,7 @@ def _tools(document: Document) -> tuple[Mapping[str, Any], ...] | None:
         tools = [from_json(tool, "a tool", "an object") for tool in tools]
     if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
         raise MalformedConversation("tools is not a list of objects")
+    require_json(tools, "tools")
     return tuple(tools)
 
 
@@ -84,4 +87,5 @@ def _arguments(document: Document) -> dict[str, Any]:
     arguments = document.get("chat_template_kwargs")
     if not is_absent(arguments) and not isinstance(arguments, Mapping):
         raise MalformedConversation("chat_template_kwargs is not an object")
+    require_json(arguments, "chat_template_kwargs")
     return {name: value for name, value in (arguments or {}).items() if value is not None}

@@ -2,20 +2,22 @@
 
 import json
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 from trainer.base.config.schema.data import MESSAGE_LISTS
+from trainer.data.json_text import InvalidJson, RepeatedName, has_lone_surrogate, parse_json
 
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names of the field with the reasoning of an answer. transformers passes it to templates as reasoning_content and thinking."""
 
-_LOSS_WORDS = frozenset(
+_WORDS = frozenset(
     """weight weights mask masks masked loss train trained trainable training learn supervised ignore skip
-    exclude""".split()  # noqa: SIM905  a list of quoted words is unreadable
+    exclude image images audio audios video videos""".split()  # noqa: SIM905  a list of quoted words is unreadable
 )
-"""Words in the names of fields that select what is trained on, such as loss_mask and trainOnTurn."""
+"""Words in the names of fields that select what is trained on, such as loss_mask and trainOnTurn, or hold no text, such as
+image_url."""
 _CONSEQUENTIAL = frozenset(
     # conversations, and parts of them
     """messages conversations conversation dialog dialogue dialogs chat turns history text texts prompt prompts completion
@@ -26,8 +28,30 @@ _CONSEQUENTIAL = frozenset(
     tools functions tool_calls tool_results available_tools function_call function_calls calls
     reasoning_content reasoning thinking thought thoughts reasoning_details thinking_blocks rationale chain_of_thought cot
     enable_thinking documents chat_template chat_template_kwargs template_kwargs
-    image images audio audios video videos input_audio refusal""".split()  # noqa: SIM905  a list of quoted words is unreadable
+    refusal""".split()  # noqa: SIM905  a list of quoted words is unreadable
 )
+
+
+_IDENTITIES = frozenset(
+    """id ids uuid guid hash digest key index idx number position url urls uri link time timestamp date created updated at
+    parent path file filename""".split()  # noqa: SIM905  a list of quoted words is unreadable
+)
+"""Last words of names of fields that identify."""
+_DESCRIPTIONS = frozenset(
+    """source sources origin license author annotator username name title topic topics category categories type kind domain
+    domains task tasks genre subject tag tags keyword keywords difficulty level split subset dataset lang language languages
+    locale country version model models provider score scores rating ratings rank votes length len size count tokens
+    duration metadata meta info stats statistics control""".split()  # noqa: SIM905  as above
+)
+"""Last words of names of fields that describe."""
+_NUMBERS = ("num", "n", "number", "count")
+"""First words of names of counts, such as num_turns."""
+_LONGEST_DESCRIPTION = 1000
+"""Maximum number of characters of what a field with such a name holds. More is a text, such as a document named "source"."""
+_PARTS = ("content", "tool_calls", "function_call")
+"""Fields of a message that hold objects with fields of their own."""
+WAY_OUT = "remove it, read it under another name by data.columns, or list it in data.ignored_fields"
+"""What a user can do about a field that may matter."""
 
 
 LISTS = ("messages", "conversations")
@@ -43,23 +67,58 @@ def is_absent(value: Any) -> bool:
     return value is None or (isinstance(value, str | list | Mapping) and not value)
 
 
-def is_consequential(name: str) -> bool:
-    """Return whether a field of this name may change what is trained on, so that it must not be ignored silently."""
+def may_matter(name: str, value: Any) -> bool:
+    """Return whether a field that nothing uses may change what is trained on, so that the user must decide about it.
+
+    Its name tells, or its value: a flag, a text, a list or an object may matter. A number and a single word do not, nor does what
+    only identifies or describes its document, such as a URL.
+    """
+    words = [word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+", name)]
+    if "_".join(words) in _CONSEQUENTIAL or not _WORDS.isdisjoint(words) or _is_flag(value):
+        return True
+    if isinstance(value, int | float):
+        return False
+    if words and (words[-1] in _IDENTITIES | _DESCRIPTIONS or words[0] in _NUMBERS):
+        return len(value if isinstance(value, str) else json.dumps(value)) > _LONGEST_DESCRIPTION
+    is_word = isinstance(value, str) and re.fullmatch(r"[!-~]{1,64}", value) is not None
+    return not is_word or not _CONSEQUENTIAL.isdisjoint(words)
+
+
+def _is_flag(value: Any) -> bool:
+    """In tables of text, flags are words."""
+    return isinstance(value, bool) or (isinstance(value, str) and value.lower() in ("true", "false", "yes", "no"))
+
+
+def is_identity(name: str) -> bool:
+    """Return whether a field only identifies the message that has it, so that each message has another value."""
     words = re.findall(r"[A-Z]?[a-z]+|[A-Z]+", name)
-    words = [word.lower() for word in words]
-    return "_".join(words) in _CONSEQUENTIAL or not _LOSS_WORDS.isdisjoint(words)
+    return bool(words) and words[-1].lower() in _IDENTITIES
 
 
-def unused_fields(document: Mapping[str, Any], known: Collection[str]) -> tuple[str, ...]:
-    """Return the names of a document's fields that have no meaning. Raises MalformedConversation if one of them may change what
-    is trained on."""
-    unused = tuple(name for name, value in document.items() if name not in known and not is_absent(value))
-    for name in filter(is_consequential, unused):
-        raise MalformedConversation(
-            f"the document has the field {name}, which may change what is trained on and is not supported here; "
-            "remove the field, or list it in data.ignored_fields"
-        )
-    return unused
+def unused_fields(fields: Mapping[str, Any], known: Collection[str], owner: str = "the document") -> tuple[str, ...]:
+    """Return the names of fields that have no meaning.
+
+    Args:
+        fields: Those of a document, or of a part of one.
+        known: Names of those that have a meaning.
+        owner: What has the fields, for messages.
+
+    Raises:
+        MalformedConversation: Some of the others may change what is trained on.
+    """
+    unused = {name: value for name, value in fields.items() if name not in known and not is_absent(value)}
+    if names := [name for name, value in unused.items() if may_matter(name, value)]:
+        raise MalformedConversation(consequential(f"{owner} has", names, "not supported here"))
+    return tuple(unused)
+
+
+def consequential(owner: str, names: Sequence[str], why: str) -> str:
+    """Return the message about fields that may matter. owner: what has them, with its verb. why: why they are not used."""
+    fields, are, them = ("fields", "are", "them") if len(names) > 1 else ("field", "is", "it")
+    return (
+        f"{owner} the {fields} {', '.join(names)}, which may change what is trained on and {are} {why}; "
+        f"{WAY_OUT.replace(' it', f' {them}')}"
+    )
 
 
 def from_json(value: Any, label: str, kind: str) -> Any:
@@ -69,20 +128,66 @@ def from_json(value: Any, label: str, kind: str) -> Any:
     if not value.strip():
         return None
     try:
-        return json.loads(value)
-    except ValueError:
-        hint = " (Python's notation is not JSON)" if value.lstrip().startswith(("[{'", "{'")) else ""
+        parsed = parse_json(value)
+    except RepeatedName as error:
+        raise MalformedConversation(f"{label}: {error}") from None
+    except InvalidJson:
+        hint = " (Python's notation is not JSON)" if value.lstrip().startswith(("{'", "[{'")) else ""
         raise MalformedConversation(f"{label} is not {kind}, nor the JSON text of one{hint}") from None
+    require_json(parsed, label)
+    return parsed
+
+
+def require_json(value: Any, label: str) -> None:
+    """Raise MalformedConversation if a value contains a number that JSON does not have, such as NaN, or a lone surrogate: a
+    template would write text that is no JSON, or no text."""
+    try:
+        text = json.dumps(value, allow_nan=False, ensure_ascii=False)
+    except ValueError:
+        raise MalformedConversation(f"{label} contains NaN or an infinite number, which JSON does not have") from None
+    if has_lone_surrogate(text):
+        raise MalformedConversation(f"{label} contains a lone surrogate")
 
 
 def without(document: Any, names: Collection[str]) -> tuple[Any, set[str]]:
-    """Return a document without the fields `names`, at the top and in each message, and the names of those that it had."""
+    """Return a document without the fields `names`, at the top, in each message, and in its content parts, calls and functions.
+    Also return the names of those that it had."""
 
     def kept(fields: Mapping[str, Any]) -> tuple[dict[str, Any], set[str]]:
         removed = {name for name, value in fields.items() if name in names and not is_absent(value)}
         return {name: value for name, value in fields.items() if name not in names}, removed
 
-    return with_changed_fields(document, kept, kept) if names else (document, set())
+    def kept_of_message(fields: Mapping[str, Any]) -> tuple[dict[str, Any], set[str]]:
+        message, removed = kept(fields)
+        for name in _PARTS:
+            if name in message:
+                message[name], found = _changed_parts(_parsed(message[name]), kept)
+                removed |= found
+        return message, removed
+
+    return with_changed_fields(document, kept, kept_of_message) if names else (document, set())
+
+
+def _changed_parts(value: Any, change: "Change") -> tuple[Any, set[str]]:
+    """Return the content parts, the calls or the function of a message with changed fields, and what the changes returned."""
+    if isinstance(value, list):
+        changed = [_changed_parts(entry, change) for entry in value]
+        return [entry for entry, _ in changed], set().union(*(found for _, found in changed))
+    if not isinstance(value, Mapping):
+        return value, set()
+    fields, names = change(value)
+    if isinstance(fields.get("function"), Mapping):
+        fields["function"], found = change(fields["function"])
+        names = names | found
+    return fields, names
+
+
+def _parsed(value: Any) -> Any:
+    """Return the list or the object of a JSON text, or any other value."""
+    if isinstance(value, str) and value.lstrip().startswith(("[", "{")):
+        with suppress(ValueError):
+            return parse_json(value)
+    return value
 
 
 Change = Callable[[Mapping[str, Any]], tuple[dict[str, Any], set[str]]]
@@ -97,11 +202,9 @@ def with_changed_fields(document: Any, of_document: Change, of_message: Change |
     document, names = of_document(document)
     for field in MESSAGE_LISTS if of_message else ():
         messages = document.get(field)
-        if isinstance(messages, str) and field in LISTS:
-            with suppress(ValueError, RecursionError):
-                messages = json.loads(messages)
+        messages = _parsed(messages) if field in LISTS else messages
         if isinstance(messages, list):
-            changed = [of_message(m) if isinstance(m, Mapping) else (m, set()) for m in messages]
+            changed = [of_message(m) if isinstance(m, Mapping) else (m, set()) for m in map(_parsed, messages)]
             document[field] = [message for message, _ in changed]
             names = names.union(*(found for _, found in changed))
     return document, names

@@ -211,7 +211,7 @@ class ChatFormat:
             if name not in self._template.variables or name in ("messages", "tools", *self._names):
                 raise TemplateFailure(f"chat_template_kwargs sets {name}, which is no variable that the template reads")
         encoded, names = self._encode(talk.messages, talk.tools, talk.arguments, talk.loss_mask)
-        return encoded, names.union(found.unused)
+        return encoded, names.union(found.unused, talk.unused)
 
     def without_ignored_fields(self, document: Any) -> tuple[Any, set[str]]:
         """Return a document without the fields of data.ignored_fields, and the names of those that it had."""

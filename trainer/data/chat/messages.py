@@ -10,19 +10,30 @@ from typing import Any
 from trainer.base.config.schema.data import MESSAGE_COLUMNS
 from trainer.base.system.spelling import did_you_mean
 from trainer.data.chat.columns import missing_field
-from trainer.data.chat.fields import REASONING, MalformedConversation, from_json, is_absent
+from trainer.data.chat.fields import (
+    REASONING,
+    WAY_OUT,
+    MalformedConversation,
+    from_json,
+    is_absent,
+    require_json,
+    unused_fields,
+)
 
 ROLES = ("system", "user", "assistant", "tool")
-_SHAREGPT_ROLES = {
+_ROLE_OF = {
     "system": "system",
-    "human": "user",
     "user": "user",
-    "gpt": "assistant",
+    "human": "user",
     "assistant": "assistant",
+    "gpt": "assistant",
+    "bot": "assistant",
+    "model": "assistant",
     "tool": "tool",
     "observation": "tool",
+    "function": "tool",
 }
-"""Sender name in ShareGPT data -> role."""
+"""Name of a role or of a sender in the data -> role."""
 
 Message = dict[str, Any]
 """A message for a template. Its role is one of ROLES. Its content is a text or a list of text parts; that of a tool may also be
@@ -43,44 +54,55 @@ def message_list(value: Any, name: str) -> list[Any]:
 
 
 def _from_sharegpt(turn: Mapping[str, Any], label: str) -> dict[str, Any]:
-    sender = _word(turn, "from", tuple(_SHAREGPT_ROLES), label, "is from")
+    sender = _word(turn, "from", tuple(_ROLE_OF), label, "is from")
     if turn.get("value") is None:
         raise missing_field(turn, f"{label} has no value", "content")
     others = {name: value for name, value in turn.items() if name not in ("from", "value")}
     for ours, name in (("from", "role"), ("value", "content")):
         if not is_absent(others.get(name)):
             raise MalformedConversation(f"{label} has both {ours} and {name}")
-    return others | {"role": _SHAREGPT_ROLES[sender], "content": turn["value"]}
+    return others | {"role": _ROLE_OF[sender], "content": turn["value"]}
 
 
-def read_message(message: Any, label: str) -> tuple[Message, bool]:
-    """Return a message for a template, and whether the message is trained on. Raises MalformedConversation.
+def read_message(message: Any, label: str) -> tuple[Message, bool, set[str]]:
+    """Return a message for a template, whether the message is trained on, and the names of fields in its content parts that have
+    no meaning. Raises MalformedConversation.
 
-    A field that has no meaning here stays: `check_written` refuses or counts it, if the template does not use it.
+    Other fields that have no meaning here stay: `check_written` refuses or counts them, if the template does not use them.
     """
-    if isinstance(message, Mapping) and message.get("role") == "function":  # OpenAI's earlier name
-        message = {**message, "role": "tool"}
-    role = _word(message, "role", ROLES, label, "has the role")
+    role = _ROLE_OF[_word(message, "role", tuple(_ROLE_OF), label, "has the role")]
     # Absent fields are dropped, as transformers drops null ones, because templates test whether a field exists.
     parsed = {n: v for n, v in message.items() if not is_absent(v) or (n == "content" and v is not None)}
+    parsed["role"] = role
+    unused: set[str] = set()
     calls = _read_calls(parsed.get("tool_calls"), parsed.pop("function_call", None), role, label)
     if calls:
         parsed["tool_calls"] = calls
     else:
         parsed.pop("tool_calls", None)
     if "content" in parsed:
-        _check_content(parsed["content"], role, label)
+        unused = _check_content(parsed["content"], role, label)
     elif not calls:
         raise missing_field(message, f"{label} has no content", "content")
-    for name in REASONING:
-        if not isinstance(parsed.get(name, ""), str):
-            raise MalformedConversation(f"{label}: {name} is not text")
+    _check_reasoning(parsed, label)
     if role == "assistant" and not calls and not content_text(parsed).strip():
         raise MalformedConversation(f"{label} is an empty answer")
     if role != "assistant" and parsed.get("train") is True:
         raise MalformedConversation(f"{label} has train = true, but only answers can be trained on")
     is_target = is_trained(parsed.pop("weight", None), parsed.pop("train", None), label) and role == "assistant"
-    return parsed, is_target
+    require_json({name: parsed.get(name) for name in ("content", "tool_calls")}, label)
+    return parsed, is_target, unused
+
+
+def _check_reasoning(message: Message, label: str) -> None:
+    reasonings = {name: message[name] for name in REASONING if name in message}
+    for name, reasoning in reasonings.items():
+        if not isinstance(reasoning, str):
+            raise MalformedConversation(f"{label}: {name} is not text")
+        if message["role"] != "assistant":
+            raise MalformedConversation(f"{label} has {name}, but only answers have reasoning; {WAY_OUT}")
+    if len(set(reasonings.values())) > 1:
+        raise MalformedConversation(f"{label} has different reasonings in {' and '.join(reasonings)}; {WAY_OUT}")
 
 
 def is_trained(weight: Any, train: Any, label: str) -> bool:
@@ -109,19 +131,20 @@ def is_parts(content: Any) -> bool:
     return isinstance(content, list) and all(isinstance(part, Mapping) and "text" in part for part in content)
 
 
-def _check_content(content: Any, role: str, label: str) -> None:
+def _check_content(content: Any, role: str, label: str) -> set[str]:
+    """Return the names of fields in content parts that have no meaning."""
     if isinstance(content, str):
-        return
+        return set()
     is_typed = isinstance(content, list) and all(isinstance(part, Mapping) and "type" in part for part in content)
     if role == "tool" and isinstance(content, list | Mapping) and not is_typed:
-        return
+        return set()
     if not isinstance(content, list):
         raise MalformedConversation(f"{label} has content that is neither text nor a list of content parts")
-    for part in content:
-        _check_part(part, label)
+    return {f"content.{name}" for part in content for name in _check_part(part, label)}
 
 
-def _check_part(part: Any, label: str) -> None:
+def _check_part(part: Any, label: str) -> tuple[str, ...]:
+    """Return the names of the fields of a content part that have no meaning."""
     part_type = part.get("type") if isinstance(part, Mapping) else None
     if part_type != "text":
         raise MalformedConversation(
@@ -129,6 +152,7 @@ def _check_part(part: Any, label: str) -> None:
         )
     if not isinstance(part.get("text"), str):
         raise MalformedConversation(f"{label} has a content part without text")
+    return unused_fields(part, ("type", "text"), f"a content part of {label}")
 
 
 def _read_calls(calls: Any, function_call: Any, role: str, label: str) -> list[Mapping[str, Any]]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from trainer.data.chat.fields import REASONING
 from trainer.data.chat.messages import Message, content_text
+from trainer.data.json_text import parse_json
 
 
 def template_data(
@@ -56,5 +57,5 @@ def _call(call: Mapping[str, Any], as_text: bool) -> dict[str, Any]:
     if as_text:
         arguments = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     else:
-        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+        arguments = parse_json(arguments) if isinstance(arguments, str) else arguments
     return {**call, "arguments": arguments}

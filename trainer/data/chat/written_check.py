@@ -1,19 +1,21 @@
 """The check that a template wrote all of a conversation: no message, call or reasoning may disappear."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from trainer.data.chat.answers import origin_runs
-from trainer.data.chat.fields import REASONING, is_consequential
+from trainer.data.chat.fields import REASONING, WAY_OUT, consequential, is_identity, may_matter
 from trainer.data.chat.messages import Message, is_parts
 from trainer.data.chat.template import ChatTemplate, Rendering, TemplateFailure
 from trainer.data.chat.traced_text import TEMPLATE, UNKNOWN, data_index, strings
 
 REASONING_OMITTED = "reasoning of earlier answers (context only)"
-"""What the list of unused fields says about answers that are no targets, because the template omits their reasoning."""
+"""What the list of unused fields says about answers that are context, because the template omits their reasoning or otherwise."""
 _START_OF_REASONING, _END_OF_REASONING = "<think>", "</think>"
 _HANDLED = ("role", "content", "tool_calls", *REASONING)
+_CALL, _FUNCTION = ("type", "function", "name", "arguments"), ("name", "arguments")
+"""Fields of a call, and of its function, that a call consists of."""
 
 
 class Written:
@@ -83,33 +85,27 @@ def check_written(
         TemplateFailure: The template omits something else that would change what is trained on, or the reasoning of all answers.
     """
     written = Written(rendering, data)
-    for i in range(len(data["tools"] or ())):
-        if not written.any_of(("tools", i)):
-            raise TemplateFailure("the template does not support tools")
     unused: set[str] = set()
+    for i, tool in enumerate(data["tools"] or ()):
+        unused |= _check_tool(rendering, written, i, tool)
     without_reasoning: dict[int, str] = {}
     for i, (message, is_target) in enumerate(zip(messages, loss_mask, strict=True)):
         _check_content(template, written, i, message, is_target and not _has_only_conclusion(written, i, message))
-        _check_calls(written, i, message)
+        unused |= _check_calls(written, i, message)
         omitted = _omitted_reasoning(rendering, written, i, message)
+        if omitted:
+            unused.add(REASONING_OMITTED)
         if is_target and omitted:
             without_reasoning[i] = omitted
-        for name in message:
-            if name in _HANDLED or name in rendering.read or written.any_of(("messages", i, name)):
-                continue
-            if is_consequential(name):
-                raise TemplateFailure(
-                    f"message {i + 1} has the field {name}, which may change what is trained on, but which the template does not "
-                    "read; remove the field, or list it in data.ignored_fields"
-                )
-            unused.add(name)
+        unused |= _unused(message, (*_HANDLED, *rendering.read), written, ("messages", i), f"message {i + 1}")
+    _check_differences(messages, unused)
     if without_reasoning and len(without_reasoning) == sum(loss_mask):
         i, omitted = next(iter(without_reasoning.items()))
         raise TemplateFailure(
             f"the template omits {omitted} of message {i + 1}, an answer to train on; give the answer the weight 0, or end the "
             "conversation with it"
         )
-    return unused | ({REASONING_OMITTED} if without_reasoning else set()), set(without_reasoning)
+    return unused, set(without_reasoning)
 
 
 def _check_content(template: ChatTemplate, written: Written, i: int, message: Message, is_target: bool) -> None:
@@ -132,14 +128,67 @@ def _without_tags(template: ChatTemplate, content: str) -> str:
     return content
 
 
-def _check_calls(written: Written, i: int, message: Message) -> None:
+def _unused(
+    fields: Mapping[str, Any], known: Sequence[str], written: Written, path: tuple, owner: str, prefix: str = ""
+) -> set[str]:
+    """Return the names of fields that the template does not use. Raises TemplateFailure if they may matter.
+
+    Args:
+        fields: Those of a message, or of a part of one.
+        known: Names of those that need no check.
+        written: What the template has written.
+        path: Where the fields are in the data of the template.
+        owner: What has the fields, for messages.
+        prefix: What to put before their names.
+    """
+    unused = {n: value for n, value in fields.items() if n not in known and not written.any_of((*path, n))}
+    if names := [name for name, value in unused.items() if may_matter(name, value)]:
+        raise TemplateFailure(consequential(f"{owner} has", names, "not used by the template"))
+    return {f"{prefix}{name}" for name in unused}
+
+
+def _check_differences(messages: Sequence[Message], unused: Collection[str]) -> None:
+    """Raise TemplateFailure if an unused field distinguishes the answers of a conversation, as a rating does."""
+    answers = [message for message in messages if message["role"] == "assistant"]
+    for name in unused:
+        values = [answer.get(name) for answer in answers]
+        if not is_identity(name) and any(value != values[0] for value in values):
+            owner = "the answers have different values of"
+            raise TemplateFailure(consequential(owner, [name], "not used by the template"))
+
+
+def _check_tool(rendering: Rendering, written: Written, i: int, tool: Mapping[str, Any]) -> set[str]:
+    """Return the names of the fields of a tool's description of which the template omits texts. Raises TemplateFailure if it
+    omits what a model needs to call the tool."""
+    if not written.any_of(("tools", i)):
+        raise TemplateFailure("the template does not support tools")
+    text, unused = "".join(rendering.text.split()), set()
+    for path, string in strings(tool):
+        if written.some_of(("tools", i, *path), string) or "".join(string.split()) in text:
+            continue
+        name = next(part for part in reversed(path) if isinstance(part, str))
+        is_key, is_name_of_parameter = path[-1] is None, path[-3:-2] == ("properties",)
+        if is_key and not is_name_of_parameter:
+            continue
+        if is_key or name in ("name", "description"):
+            raise TemplateFailure(f"the template does not write {string[:40]!r} of the description of tool {i + 1}")
+        unused.add(f"tools.{name}")
+    return unused
+
+
+def _check_calls(written: Written, i: int, message: Message) -> set[str]:
+    """Return the names of the fields of a message's calls that the template does not use."""
+    unused: set[str] = set()
     for j, call in enumerate(message.get("tool_calls", ())):
-        path = ("messages", i, "tool_calls", j)
+        path, owner = ("messages", i, "tool_calls", j), f"a tool call of message {i + 1}"
+        unused |= _unused(call, _CALL, written, path, owner, "tool_calls.")
         if "function" in call:
             call, path = call["function"], (*path, "function")
+            unused |= _unused(call, _FUNCTION, written, path, owner, "tool_calls.function.")
         required = [*strings(call["name"], (*path, "name")), *strings(call["arguments"], (*path, "arguments"))]
         if not all(written.some_of(*found) for found in required):
             raise TemplateFailure(f"the template does not write the tool calls of message {i + 1}")
+    return unused
 
 
 def _omitted_reasoning(rendering: Rendering, written: Written, i: int, message: Message) -> str:
@@ -151,9 +200,7 @@ def _omitted_reasoning(rendering: Rendering, written: Written, i: int, message: 
     if not name or any(written.all_of(("messages", i, copy), message[name]) for copy in REASONING):
         return ""
     if rendering.read.isdisjoint(REASONING):
-        raise TemplateFailure(
-            f"message {i + 1} has {name}, which the template does not read; remove the field, or list it in data.ignored_fields"
-        )
+        raise TemplateFailure(f"message {i + 1} has {name}, which the template does not read; {WAY_OUT}")
     return name
 
 
