@@ -394,6 +394,8 @@ CHAT_ROWS = [
     (turns(Q, A, tools=["f"]), "a tool is not an object, nor the JSON text of one"),
     (turns(Q, A, tools="f"), "tools is not a list of objects, nor the JSON text of one"),
     (turns(Q, A, functions=TOOL), "functions is not a list"),
+    (turns(Q, A, functions=[1]), "functions is not a list of objects"),
+    (turns(Q, A, functions=["f"]), "a function is not an object, nor the JSON text of one"),
     (turns(Q, A, tools=[{}], functions=[{}]), "the document has both tools and functions"),
     (turns(S, Q, A, system="t"), "the document's system differs from its system message"),
     *(

@@ -126,25 +126,28 @@ def test_the_fields_of_parts_calls_and_functions_are_used_counted_or_named():
     assert ChatFormat.compile(writes_id, DEFAULT).encode_document(talk({}, {}))[1] == ()
 
 
+PROPERTIES = "{% set properties = tools[0].function.parameters.properties if tools %}"
+
+
 def test_what_a_template_omits_of_a_tool_is_named_or_counted():
     parameters = {
         "type": "object",
         "properties": {"city": {"type": "string", "description": "a place", "format": "name"}},
     }
     tools = [{"type": "function", "function": {"name": "weather", "description": "the sky", "parameters": parameters}}]
-    complete = loop("{{ tools | tojson if tools and loop.first }}{{ m.content }}")
+    complete = "{{ tools | tojson if tools }}" + loop("{{ m.content }}")
     assert ChatFormat.compile(complete, DEFAULT).encode_document(TALK | {"tools": tools})[1] == ()
     for part, omitted in (
         ("tools[0].function.name", "the sky"),
         ("tools[0].function.name ~ tools[0].function.description", "city"),
-        ("tools[0].function.name ~ tools[0].function.description ~ 'city'", "a place"),
+        ("tools[0].function.name ~ tools[0].function.description ~ (properties | first)", "a place"),
     ):
-        chat = ChatFormat.compile(loop(f"{{{{ {part} if tools }}}}{{{{ m.content }}}}"), DEFAULT)
+        chat = ChatFormat.compile(PROPERTIES + f"{{{{ {part} if tools }}}}" + loop("{{ m.content }}"), DEFAULT)
         reason = f"the template does not write {omitted!r} of the description of tool 1"
         assert reason_of(TALK | {"tools": tools}, chat) == reason
-    parts = "tools[0].function.name ~ tools[0].function.description ~ 'city a place'"
-    chat = ChatFormat.compile(loop(f"{{{{ {parts} if tools }}}}{{{{ m.content }}}}"), DEFAULT)
-    assert chat.encode_document(TALK | {"tools": tools})[1] == ("tools.format", "tools.type")
+    parts = f"{part} ~ properties.city.description"
+    chat = ChatFormat.compile(PROPERTIES + f"{{{{ {parts} if tools }}}}" + loop("{{ m.content }}"), DEFAULT)
+    assert chat.encode_document(TALK | {"tools": tools})[1] == ("tools.format",)
 
 
 # ---------------------------------------------------------------- reasoning and template arguments

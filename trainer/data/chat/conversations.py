@@ -72,7 +72,10 @@ def _tools(document: Document) -> tuple[Mapping[str, Any], ...] | None:
             raise MalformedConversation("the document has both tools and functions")
         if not isinstance(functions, list):
             raise MalformedConversation("functions is not a list")
-        tools = [{"type": "function", "function": function} for function in functions]
+        described = [from_json(function, "a function", "an object") for function in functions]
+        if not all(isinstance(function, Mapping) for function in described):
+            raise MalformedConversation("functions is not a list of objects")
+        tools = [{"type": "function", "function": function} for function in described]
     if is_absent(tools):
         return None
     if isinstance(tools, list):

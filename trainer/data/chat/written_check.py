@@ -14,6 +14,10 @@ REASONING_OMITTED = "reasoning of earlier answers (context only)"
 """What the list of unused fields says about answers that are context, because the template omits their reasoning or otherwise."""
 _START_OF_REASONING, _END_OF_REASONING = "<think>", "</think>"
 _HANDLED = ("role", "content", "tool_calls", *REASONING)
+_SCHEMA = ("type", "function", "name", "description", "parameters", "properties", "required", "items", "enum")
+"""Names of fields in the description of a tool that the template may write itself."""
+_WRITTEN_OTHERWISE = ("type", "required")
+"""Those whose values it may express in other words."""
 _CALL, _FUNCTION = ("type", "function", "name", "arguments"), ("name", "arguments")
 """Fields of a call, and of its function, that a call consists of."""
 
@@ -31,7 +35,9 @@ class Written:
             self._runs.append((path, "".join(rendering.text[start:stop].split())))
             if path is not None:
                 self._counts[path] += len(self._runs[-1][1])
-        self._has_untraced = UNKNOWN in rendering.origins
+        runs = origin_runs(rendering.origins)
+        untraced = (rendering.text[start:stop] for origin, start, stop in runs if origin == UNKNOWN)
+        self._untraced_text = "".join("".join(untraced).split())
         written = (path for path, count in self._counts.items() if count)
         self._prefixes = {path[:length] for path in written for length in range(len(path) + 1)}
 
@@ -54,7 +60,9 @@ class Written:
     def _untraced(self, path: tuple, string: str) -> bool:
         """Return whether an untraced operation may have written the string. A string in a list or object does not count, because
         Python's notation of the object would contain it too."""
-        if not self._has_untraced or path[-1] not in ("content", "arguments", "name", *REASONING):
+        if path[0] == "tools":
+            return "".join(string.split()) in self._untraced_text
+        if not self._untraced_text or path[-1] not in ("content", "arguments", "name", *REASONING):
             return False
         text = "".join(run if origin in (None, path) else "\0" for origin, run in self._runs)
         return "".join(string.split()) in text
@@ -87,7 +95,7 @@ def check_written(
     written = Written(rendering, data)
     unused: set[str] = set()
     for i, tool in enumerate(data["tools"] or ()):
-        unused |= _check_tool(rendering, written, i, tool)
+        unused |= _check_tool(written, i, tool)
     without_reasoning: dict[int, str] = {}
     for i, (message, is_target) in enumerate(zip(messages, loss_mask, strict=True)):
         _check_content(template, written, i, message, is_target and not _has_only_conclusion(written, i, message))
@@ -157,20 +165,18 @@ def _check_differences(messages: Sequence[Message], unused: Collection[str]) -> 
             raise TemplateFailure(consequential(owner, [name], "not used by the template"))
 
 
-def _check_tool(rendering: Rendering, written: Written, i: int, tool: Mapping[str, Any]) -> set[str]:
+def _check_tool(written: Written, i: int, tool: Mapping[str, Any]) -> set[str]:
     """Return the names of the fields of a tool's description of which the template omits texts. Raises TemplateFailure if it
     omits what a model needs to call the tool."""
     if not written.any_of(("tools", i)):
         raise TemplateFailure("the template does not support tools")
-    text, unused = "".join(rendering.text.split()), set()
+    unused: set[str] = set()
     for path, string in strings(tool):
-        if written.some_of(("tools", i, *path), string) or "".join(string.split()) in text:
-            continue
         name = next(part for part in reversed(path) if isinstance(part, str))
-        is_key, is_name_of_parameter = path[-1] is None, path[-3:-2] == ("properties",)
-        if is_key and not is_name_of_parameter:
+        is_key = path[-1] is None
+        if (is_key and name in _SCHEMA) or name in _WRITTEN_OTHERWISE or written.some_of(("tools", i, *path), string):
             continue
-        if is_key or name in ("name", "description"):
+        if name in ("name", "description") or (is_key and path[-3:-2] == ("properties",)):
             raise TemplateFailure(f"the template does not write {string[:40]!r} of the description of tool {i + 1}")
         unused.add(f"tools.{name}")
     return unused
