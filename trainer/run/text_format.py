@@ -55,7 +55,7 @@ def load_text_format(config: Config, resolved: ResolvedRun) -> TextFormat:
 
 def unused_template(config: Config, family: str, tokenizer: Tokenizer) -> str:
     """Return a line about the template that the model most probably has, if the default one is used instead, or ""."""
-    default, special = DataConfig().chat_template, tokenizer.special_tokens
+    default, special = DataConfig().chat_template, [*tokenizer.special_tokens, *tokenizer.added_tokens]
     if template_files.SETTING in config.origins or config.data.chat_template != default:
         return ""
     used = f'the default, data.chat_template = "{default}", is used'

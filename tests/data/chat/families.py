@@ -51,7 +51,7 @@ _TURN = ("<start_of_turn>", "<end_of_turn>", "<start_of_image>")
 _PHI = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
 _HARMONY = ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|call|>", "<|constrain|>")
 _BAR = "\uff5c"  # DeepSeek's names have full-width bars
-_DEEPSEEK = (_TRL / "deepseekv3_training.jinja").read_text()
+_DEEPSEEK = (_TRL / "deepseekv3.jinja").read_text()
 
 
 _INSTRUCT = tuple(dict.fromkeys(re.findall(r"\[/?[A-Z_]+\]", published.MISTRAL_7B + published.MINISTRAL)))
@@ -70,6 +70,9 @@ _HARMONY_ANSWERS = (
 _DEEPSEEK_ANSWERS = (
     f"(?:<{_BAR}Assistant{_BAR}>|<{_BAR}tool\u2581outputs\u2581end{_BAR}>)(.+?<{_BAR}end\u2581of\u2581sentence{_BAR}>)"
 )
+_CALL_END, _OUTPUTS = f"<{_BAR}tool\u2581call\u2581end{_BAR}>", f"<{_BAR}tool\u2581outputs\u2581begin{_BAR}>"
+# This template writes nothing else after a single call.
+_R1_ANSWERS = _DEEPSEEK_ANSWERS.replace("(.+?", f"(.+?(?:{_CALL_END}(?={_OUTPUTS})|")[:-1] + "))"
 
 FAMILIES = {
     "llama2": Family("llama2", (), "<s>", "</s>"),
@@ -97,13 +100,20 @@ FAMILIES = {
         "<|startoftext|>",
         "<|end_of_text|>",
     ),
-    "gpt-oss": Family("gptoss_training.jinja", _HARMONY, "<|startoftext|>", "<|return|>", answers=_HARMONY_ANSWERS),
+    "gpt-oss": Family("gptoss.jinja", _HARMONY, "<|startoftext|>", "<|return|>", answers=_HARMONY_ANSWERS),
     "DeepSeek V3": Family(
-        "deepseekv3_training.jinja",
+        "deepseekv3.jinja",
         tuple(re.findall(f"<{_BAR}[^{_BAR}]+{_BAR}>", _DEEPSEEK)),
         f"<{_BAR}begin\u2581of\u2581sentence{_BAR}>",
         f"<{_BAR}end\u2581of\u2581sentence{_BAR}>",
         answers=_DEEPSEEK_ANSWERS,
+    ),
+    "R1 Distill": Family(
+        "deepseek_r1_distill.jinja",
+        tuple(re.findall(f"<{_BAR}[^{_BAR}]+{_BAR}>", _DEEPSEEK)),
+        f"<{_BAR}begin\u2581of\u2581sentence{_BAR}>",
+        f"<{_BAR}end\u2581of\u2581sentence{_BAR}>",
+        answers=_R1_ANSWERS,
     ),
 }
 """Families whose templates are tried with conversations of all shapes."""

@@ -19,7 +19,7 @@ from trainer.data.chat.template_files import BUILT_IN
 from trainer.data.prepare.encode import chat_format
 from trainer.data.tokenizer.backends import load_tokenizer
 
-REWRITING = {"Qwen 3", "Mistral v0.3", "Mistral Nemo", "OLMo 3", "OLMo 3 Think", "gpt-oss", "DeepSeek V3"}
+REWRITING = {"Qwen 3", "Mistral v0.3", "Mistral Nemo", "OLMo 3", "OLMo 3 Think", "gpt-oss", "DeepSeek V3", "R1 Distill"}
 """Families whose template writes an earlier answer, or its prompt, otherwise than the last one."""
 REWRITING_SHIPPED = {"qwen3", "olmo3"}
 FEW = ("two turns", "white space around messages", "the name of a special token in an answer")
@@ -54,10 +54,7 @@ def test_other_templates_of_the_families_give_the_tokens_of_transformers(name, t
 def test_it_is_known_which_published_templates_write_an_earlier_answer_otherwise_than_the_last(name, folder_of):
     folder = folder_of(name)
     chat = load_chat_format(str(folder), tokenizer_of(folder))
-    assert (chat.rewrites_turns, chat.has_generation_tags) == (
-        name in REWRITING,
-        name in ("SmolLM 3", "gpt-oss", "DeepSeek V3"),
-    )
+    assert (chat.rewrites_turns, chat.has_generation_tags) == (name in REWRITING, name == "SmolLM 3")
 
 
 SHIPPED = {

@@ -2,11 +2,14 @@ import json
 
 import pytest
 
+from models import MODELS
 from tests.data.chat.examples import CHATML, DEFAULT, TALK, train_sentencepiece
 from tests.data.tokenizer.folders import byte_level, save
 from trainer.base.config import ConfigError, TokenizerConfig
+from trainer.checkpoint.formats.model_metadata import CHAT_TEMPLATE
+from trainer.checkpoint.formats.tokenizer_files import exported_tokenizer
 from trainer.data.chat.format import ChatFormat, load_chat_format
-from trainer.data.chat.template_files import BUILT_IN, usable_templates
+from trainer.data.chat.template_files import BUILT_IN, own_template, usable_templates
 from trainer.data.tokenizer.backends import load_tokenizer
 
 
@@ -32,6 +35,81 @@ def test_a_template_is_loaded_from_each_file_format(tmp_path, llama3):
     assert load_chat_format(str(tmp_path), DEFAULT).encode(TALK) == expected
 
 
+TURNS = (
+    "{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>{{ m.content }}<|eot_id|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>{% endif %}"
+)
+WITH_TOOLS = f"\n  {{% for t in tools %}}{{{{ t | tojson }}}}\n{{% endfor %}}{{# a remark #}}  \n{TURNS}\n  \n"
+TOOLS = [{"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}]
+
+
+def in_list(folder, default, tool_use):
+    templates = [{"name": name, "template": text} for name, text in (("default", default), ("tool_use", tool_use))]
+    config = json.loads((folder / "tokenizer_config.json").read_text()) | {"chat_template": templates}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def in_files(folder, default, tool_use):
+    (folder / "chat_template.jinja").write_text(default)
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text(tool_use)
+    (folder / "additional_chat_templates" / "rag.jinja").write_text("{{ raise_exception('no') }}")
+
+
+@pytest.mark.parametrize("place", [in_list, in_files])
+def test_documents_with_tools_have_the_template_for_tools(tmp_path, place):
+    """In training, in prompts, and in exports, as in transformers."""
+    transformers = pytest.importorskip("transformers")
+    tokenizer = byte_level()
+    tokenizer.add_special_tokens(["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"])
+    folder = save(tokenizer, tmp_path / "own", bos_token=None, eos_token="<|eot_id|>")
+    place(folder, f"\n{TURNS}\n", WITH_TOOLS)
+    own = load_tokenizer(TokenizerConfig(backend="huggingface", path=str(folder)))
+    chat, peer = load_chat_format(str(folder), own), transformers.AutoTokenizer.from_pretrained(folder)
+    chat.validate_template()
+    assert own_template(own.files) == chat.template == chat.self_contained()
+    exported = exported_tokenizer(
+        {**own.huggingface_files(), CHAT_TEMPLATE: chat.template.encode()}, MODELS["llama3"].huggingface
+    )
+    (tmp_path / "exported").mkdir()
+    for name, content in exported.items():
+        (tmp_path / "exported" / name).write_bytes(content)
+    of_export = transformers.AutoTokenizer.from_pretrained(tmp_path / "exported")
+    for tools in (None, TOOLS):
+        expected = peer.apply_chat_template(TALK, tools=tools, return_dict=False)
+        assert of_export.apply_chat_template(TALK, tools=tools, return_dict=False) == expected
+        assert chat.encode(TALK, tools)[0] == expected
+    other_end = chat.template.replace(
+        "<|eot_id|>", "<|end_header_id|>", 1
+    )  # in the template for tools, which is the first
+    ends = [own.special_tokens[name] for name in ("<|eot_id|>", "<|end_header_id|>")]
+    assert ChatFormat.compile(other_end, own).end_of_turn == tuple(ends) and chat.end_of_turn == (ends[0],)
+
+
+@pytest.mark.parametrize("has_decoder", [False, True])
+def test_variables_of_a_template_are_those_of_transformers(tmp_path, has_decoder):
+    """They may be in tokenizer_config.json, or in special_tokens_map.json of older folders, and have any name."""
+    transformers = pytest.importorskip("transformers")
+    tokenizer = byte_level()
+    tokenizer.add_special_tokens(["<|b|>", "<|e|>", "<|i|>", "<|p|>", "<|x|>"])
+    ids = {name: tokenizer.token_to_id(name) for name in ("<|b|>", "<|e|>", "<|i|>", "<|p|>", "<|x|>")}
+    decoder = {str(i): {"content": name, "special": True} for name, i in ids.items()}
+    text = "{{ bos_token }}{{ pad_token }}{{ image_token }}{{ boi_token }}" + TURNS.replace(
+        "<|eot_id|>", "{{ eos_token }}"
+    )
+    text = text.replace("<|start_header_id|>", "").replace("<|end_header_id|>", ": ")
+    config = {"eos_token": "<|e|>", "image_token": "<|i|>", "extra_special_tokens": {"boi_token": "<|x|>"}}
+    config |= {"added_tokens_decoder": decoder} if has_decoder else {}
+    folder = save(tokenizer, tmp_path / "own", chat_template=text, **config)
+    names = {"bos_token": "<|b|>", "pad_token": {"content": "<|p|>", "lstrip": False}}
+    (folder / "special_tokens_map.json").write_text(json.dumps(names))
+    peer = transformers.AutoTokenizer.from_pretrained(folder)
+    chat = load_chat_format(str(folder), load_tokenizer(TokenizerConfig(backend="huggingface", path=str(folder))))
+    expected = peer.apply_chat_template(TALK, return_dict=False)
+    assert chat.encode(TALK)[0] == expected
+    assert peer.decode(expected).startswith("<|i|><|x|>" if has_decoder else "<|b|><|p|><|i|><|x|>")
+
+
 def test_files_without_a_template_are_rejected(tmp_path):
     def message_of(choice) -> str:
         with pytest.raises(ConfigError) as error:
@@ -54,8 +132,8 @@ def test_files_without_a_template_are_rejected(tmp_path):
     assert message_of(config) == f'{config} has several templates, but none is named "default"'
     (tmp_path / "bad.jinja").write_bytes(b"ok\xff")
     assert message_of(tmp_path / "bad.jinja") == f"{tmp_path}/bad.jinja is not UTF-8 text (byte 2)"
-    (tmp_path / "big.jinja").write_bytes(b" " * 1_000_001)
-    assert message_of(tmp_path / "big.jinja") == f"{tmp_path}/big.jinja is larger than the limit of 1000000 bytes"
+    (tmp_path / "big.jinja").write_bytes(b" " * (2**24 + 1))
+    assert message_of(tmp_path / "big.jinja") == f"{tmp_path}/big.jinja is larger than the limit of 16777216 bytes"
 
 
 def test_the_shipped_templates_that_a_tokenizer_can_write_are_found():

@@ -5,13 +5,14 @@ import random
 from collections.abc import Sequence
 
 import pytest
-from tokenizers import AddedToken, normalizers
+from tokenizers import AddedToken, Tokenizer, normalizers
 
 from tests.data.tokenizer import folders
 from tests.data.tokenizer.folders import save, special
 from trainer.base.config import TokenizerConfig
 from trainer.data.chat.format import ChatFormat, load_chat_format
 from trainer.data.chat.template import TemplateFailure
+from trainer.data.chat.template_files import BUILT_IN
 from trainer.data.tokenizer.backends import load_tokenizer
 from trainer.data.tokenizer.placeholders import _BLOCKS
 
@@ -166,8 +167,8 @@ def test_characters_of_a_message_never_stand_for_special_tokens(tmp_path):
         chat.encode([{"role": "user", "content": "".join(map(chr, _BLOCKS))}, talk[1]])
 
 
-def test_names_that_look_special_are_special_even_if_a_folder_says_otherwise(tmp_path):
-    """DeepSeek's <\uff5cUser\uff5c> and Phi-3's </s> are added tokens with "special": false."""
+def test_the_flags_of_a_folder_decide_what_is_special(tmp_path):
+    """DeepSeek's <\uff5cUser\uff5c> has "special": false. In a message it is a token too, as in exports."""
     tokenizer = folders.byte_level()
     names = ("<\uff5cUser\uff5c>", "<\uff5cAssistant\uff5c>")
     tokenizer.add_special_tokens([special("<s>"), special("</s>")])
@@ -177,13 +178,81 @@ def test_names_that_look_special_are_special_even_if_a_folder_says_otherwise(tmp
         "{{ '</s>' if m.role == 'assistant' }}{% endfor %}{{ '<\uff5cAssistant\uff5c>' if add_generation_prompt }}"
     )
     folder = save(tokenizer, tmp_path / "own", bos_token="<s>", eos_token="</s>", chat_template=template)
+    (tmp_path / "copy.jinja").write_text(template)
     chat, expected = chat_format(folder), transformers.AutoTokenizer.from_pretrained(folder)
+    assert set(chat.tokenizer.special_tokens) == {"<s>", "</s>"} and set(chat.tokenizer.added_tokens) == set(names)
+    for template in (chat, load_chat_format(str(tmp_path / "copy.jinja"), chat.tokenizer)):
+        for question in ("the fox", f"a{names[0]}b", f" {names[1]} ", names[0] + names[1]):
+            talk = [{"role": "user", "content": question}, {"role": "assistant", "content": "Hello"}]
+            assert template.encode(talk)[0] == expected.apply_chat_template(talk, return_dict=False)
+            assert template.prompt(talk[:1]) == expected.apply_chat_template(
+                talk[:1], return_dict=False, add_generation_prompt=True
+            )
+
+
+def test_an_ordinary_token_can_end_answers(tmp_path):
+    tokenizer = folders.byte_level()
+    tokenizer.add_special_tokens([special("<s>")])
+    tokenizer.add_tokens([AddedToken(name, normalized=False, special=False) for name in ("<|im_start|>", "<|im_end|>")])
+    folder = save(tokenizer, tmp_path / "own", bos_token=None, eos_token="<s>")
+    chat = load_chat_format("chatml", load_tokenizer(TokenizerConfig(backend="huggingface", path=str(folder))))
     talk = [{"role": "user", "content": "the fox"}, {"role": "assistant", "content": "Hello"}]
-    assert chat.encode(talk)[0] == expected.apply_chat_template(talk, return_dict=False)
-    user = chat.tokenizer.special_tokens[names[0]]
-    assert user not in chat.tokenizer.encode(f"fox {names[0]}")
-    injected = [{"role": "user", "content": f"a{names[0]}b"}, talk[1]]
-    assert chat.encode(injected)[0].count(user) == 1
+    assert chat.end_of_turn == (chat.tokenizer.added_tokens["<|im_end|>"],)
+    tokens, targets = chat.encode(talk)
+    trained = chat.tokenizer.decode([token for token, is_target in zip(tokens, targets, strict=True) if is_target])
+    assert trained == "Hello<|im_end|>"
+    expected = transformers.AutoTokenizer.from_pretrained(folder)
+    assert (
+        tokens == expected(expected.apply_chat_template(talk, tokenize=False, chat_template=chat.template))["input_ids"]
+    )
+
+
+GEMMA_NAMES = (
+    "<s>",
+    "</s>",
+    "<table>",
+    "<h1>",
+    "\n\n",
+    "\n\n\n",
+    "\u2581\u2581",
+    "[multimodal]",
+    "<unused0>",
+    "<end_of_image>",
+)
+
+
+def test_ordinary_tokens_with_odd_names_are_encoded_as_in_exports(tmp_path):
+    """Gemma 3 has 6,400 added tokens, of which <s> and </s> are ordinary: they are tags of HTML. Its files have 1.2 MB."""
+    tokenizer = folders.sentencepiece_like(normalizers.Replace(" ", "\u2581"))
+    content = json.loads(tokenizer.to_str())
+    content["added_tokens"] = []
+    tokenizer = Tokenizer.from_str(json.dumps(content))
+    names = ("<pad>", "<eos>", "<bos>", "<start_of_turn>", "<end_of_turn>")
+    tokenizer.add_special_tokens([special(name) for name in names])
+    unused = [f"<unused{i}>" for i in range(6242)]
+    ordinary = [*GEMMA_NAMES, *unused[1:]]
+    tokenizer.add_tokens([AddedToken(name, normalized=False, special=False) for name in ordinary])
+    folder = save(tokenizer, tmp_path / "own", bos_token="<bos>", eos_token="<eos>", model_max_length=10**30)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    added = tokenizer.get_added_tokens_decoder()
+    flags = ("lstrip", "normalized", "rstrip", "single_word", "special")
+    decoder = {i: {"content": t.content} | {f: getattr(t, f) for f in flags} for i, t in sorted(added.items())}
+    config |= {"added_tokens_decoder": decoder, "chat_template": BUILT_IN["gemma3"].read_text()}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2))
+    assert (folder / "tokenizer_config.json").stat().st_size > 10**6
+    chat, expected = chat_format(folder), transformers.AutoTokenizer.from_pretrained(folder)
+    (tmp_path / "exported").mkdir()
+    for name, file in chat.tokenizer.huggingface_files().items():
+        (tmp_path / "exported" / name).write_bytes(file)
+    exported = transformers.AutoTokenizer.from_pretrained(tmp_path / "exported")
+    pieces = [*GEMMA_NAMES, "the fox", " ", "  ", "\n", "a", "<", "s>", "\u2581"]
+    for text in (f"{a}{b}{c}" for a in pieces for b in pieces for c in ("", " x", "<s>")):
+        tokens = chat.tokenizer.encode(text)
+        assert tokens == expected(text, add_special_tokens=False)["input_ids"], text
+        assert tokens == exported(text, add_special_tokens=False)["input_ids"], text
+        talk = [{"role": "user", "content": text}, {"role": "assistant", "content": "Hello"}]
+        if text.strip():
+            assert chat.encode(talk)[0] == expected.apply_chat_template(talk, return_dict=False), text
 
 
 def test_a_token_with_a_role_is_special_even_if_a_folder_says_otherwise(tmp_path):

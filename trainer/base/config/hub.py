@@ -33,10 +33,11 @@ Contents = Literal["config", "text", "weights"]
 """Which files are needed: config.json; also those of the tokenizer and the chat template; also the weights."""
 
 _SETTING = "model.pretrained"
+_TEXT = r"(additional_chat_templates/)?[^/]+\.(json|jinja|model|txt)"
 _PATTERNS: dict[Contents, str] = {
     "config": r"config\.json",
-    "text": r"[^/]+\.(json|jinja|model|txt)",
-    "weights": r"[^/]+\.(json|jinja|model|txt)|model(-\d+-of-\d+)?\.safetensors",
+    "text": _TEXT,
+    "weights": rf"{_TEXT}|model(-\d+-of-\d+)?\.safetensors",
 }
 """Contents -> pattern of the names of their files. Each includes those before it."""
 _RECORD = "meshwright.json"

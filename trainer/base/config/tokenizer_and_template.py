@@ -18,6 +18,8 @@ _LINE_BYTES = 1024
 _BACKEND_OF_ENDING = {".json": "huggingface", ".tiktoken": "tiktoken", ".model": "sentencepiece"}
 TEMPLATE_FILES = ("chat_template.jinja", "tokenizer_config.json", "chat_template.json")
 """Files that may define a chat template, in order of precedence."""
+TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"
+"""File beside chat_template.jinja with the template for conversations that have tools."""
 
 
 def saved_tokenizer(checkpoint: Path, model: Mapping[str, Any]) -> dict[str, Any]:
@@ -103,3 +105,19 @@ def _defines_template(file: Path) -> bool:
         return bool(read_json_object(file).get("chat_template"))
     except (OSError, ValueError):
         return True
+
+
+def combined_templates(default: str, tool_use: str | None) -> str:
+    """Return a template that renders as transformers does with two: `tool_use` if there are tools, otherwise `default`."""
+    if tool_use in (None, default):
+        return default
+    # Jinja omits a line end at the end of a template, and after or before a tag. An empty output protects the others.
+    first, second = (f'{{{{ "" }}}}{text.removesuffix(chr(10))}{{{{ "" }}}}' for text in (tool_use, default))
+    return f"{{% if tools %}}{first}{{% else %}}{second}{{% endif %}}"
+
+
+def template_of_list(entries: Any) -> str | None:
+    """Return the combined template of a list of named ones in tokenizer_config.json, or None if none is named "default"."""
+    named = {entry.get("name"): entry.get("template") for entry in entries if isinstance(entry, dict)}
+    texts = {name: text for name, text in named.items() if isinstance(text, str)}
+    return combined_templates(texts["default"], texts.get("tool_use")) if "default" in texts else None

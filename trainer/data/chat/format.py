@@ -32,13 +32,14 @@ from trainer.data.chat.template_files import (
 from trainer.data.chat.tokens import NO_END_OF_TURN, MissingTokens, RenderingEncoder, TokensAndMask
 from trainer.data.chat.written_check import check_written
 from trainer.data.tokenizer.protocol import Tokenizer
-from trainer.data.tokenizer.special_tokens import missing_special_tokens, reserved_names
+from trainer.data.tokenizer.special_tokens import SPECIAL_LOOKING, missing_special_tokens, reserved_names
 
 _VERSION = 2
 """Version of the encoding. It is part of the input of ChatFormat.fingerprint."""
 _ANSWER = "An answer."
 _PROBE = [QUESTION, {"role": "assistant", "content": _ANSWER}] * 2
 _RULE = {"role": "system", "content": "A rule."}
+_TOOL = {"type": "function", "function": {"name": "f", "description": "A tool.", "parameters": {"type": "object"}}}
 _CORRECT_PROMPT = "let a copy of the template write the same text before an answer and for add_generation_prompt"
 
 
@@ -58,6 +59,8 @@ class ChatFormat:
     ):
         """See `compile`."""
         special = tokenizer.special_tokens
+        # Names that the template writes, but that are tokens in any text, because the tokenizer's files say so.
+        plain = {name: i for name, i in tokenizer.added_tokens.items() if re.fullmatch(SPECIAL_LOOKING, name)}
         name_of = {token: name for name, token in special.items()}
         default_names = {"bos_token": name_of.get(tokenizer.bos, ""), "eos_token": name_of.get(tokenizer.eos, "")}
         self.tokenizer = tokenizer
@@ -65,6 +68,7 @@ class ChatFormat:
         self._ignored_fields = frozenset(ignored_fields)
         self._names = default_names if names is None else dict(names)
         self._special = {name: token for name, token in special.items() if len(name) > 1}  # one character is text
+        self._special |= plain
         for name in allowed_special:
             if name not in self._special:
                 raise ConfigError("data.allowed_special", f"the tokenizer has no special token {name}")
@@ -73,7 +77,7 @@ class ChatFormat:
         known = {*self._special, *self._names.values()}
         only_known = tags_are_text(template, tokenizer.files)
         self._special_names = SpecialNames(known, allowed_special, only_known=only_known)
-        self._encoder = RenderingEncoder(tokenizer, self._special, self._special_names)
+        self._encoder = RenderingEncoder(tokenizer, self._special, plain, self._special_names)
         self._template: ChatTemplate
         self.end_of_turn: tuple[int, ...]
         """Ids of the tokens that end an answer."""
@@ -315,6 +319,8 @@ class ChatFormat:
             raise TemplateFailure(NO_END_OF_TURN)
         with contextlib.suppress(TemplateFailure):  # OLMo 3 ends earlier answers by another token
             ends += self._ends_of_answers(self._render(_PROBE))
+        with contextlib.suppress(TemplateFailure):  # a template for conversations with tools may be another one
+            ends += self._ends_of_answers(self._render_data(template_data(_PROBE, [_TOOL], {}), False))
         return tuple(dict.fromkeys(ends))
 
     def _ends_of_answers(self, rendering: Rendering) -> list[int]:

@@ -8,11 +8,17 @@ from typing import Any
 
 from trainer.base.config import ConfigError
 from trainer.base.config.recognition import pointer_problem, recognise
-from trainer.base.config.tokenizer_and_template import TEMPLATE_FILES, template_file
+from trainer.base.config.tokenizer_and_template import (
+    TEMPLATE_FILES,
+    TOOL_TEMPLATE,
+    combined_templates,
+    template_file,
+    template_of_list,
+)
 from trainer.base.system.files import TooLarge, parse_json_object, read_json_object, read_limited
 from trainer.base.system.paths import unreadable
 from trainer.base.system.spelling import did_you_mean, similar_path
-from trainer.data.tokenizer.special_tokens import SPECIAL_LOOKING
+from trainer.data.tokenizer.special_tokens import SPECIAL_LOOKING, name_of
 
 SETTING = "data.chat_template"
 _FOLDER = Path(__file__).with_name("templates")
@@ -38,10 +44,11 @@ _SHIPPED = [
 ]
 """Names of the shipped templates. Where several fit, the first is named."""
 BUILT_IN = {name: _FOLDER / f"{name}.jinja" for name in _SHIPPED}
-_VARIABLES = ("bos_token", "eos_token")
+_OF_TEXTS = ("bos_token", "eos_token")
 _TAG = r"\[/?[A-Z]+\]"
 """Pattern of tags that are plain text, such as [INST]."""
-_MAX_BYTES = 1_000_000
+_MAX_BYTES = 2**24
+"""Maximum size of a file with a template. The largest published one, Gemma 3's tokenizer_config.json, has 1.16 MB."""
 
 
 def read_template(choice: str) -> tuple[str, dict[str, str] | None]:
@@ -63,12 +70,10 @@ def read_template(choice: str) -> tuple[str, dict[str, str] | None]:
         names = f"expected one of {', '.join(BUILT_IN)}, or an existing file or folder"
         raise ConfigError(SETTING, f"{names}{did_you_mean(choice, BUILT_IN) or similar_path(path)}")
     if path.suffix != ".json":
-        config = path.with_name("tokenizer_config.json")
-        return _read(path), _names(_json(config)) if config.is_file() else None
-    content, config = _json(path), path.with_name("tokenizer_config.json")
-    # chat_template.json is the file of models of several modalities. Their tokenizer defines the variables.
-    tokens = _json(config) if path.name == TEMPLATE_FILES[-1] and config.is_file() else content
-    return _template(content, path), _names(tokens)
+        for_tools = path.parent / TOOL_TEMPLATE
+        tool_use = _read(for_tools) if path.name == TEMPLATE_FILES[0] and for_tools.is_file() else None
+        return combined_templates(_read(path), tool_use), _variables(path.parent)
+    return _template(_json(path), path), _variables(path.parent)
 
 
 def tags_are_text(template: str, files: Mapping[str, bytes]) -> bool:
@@ -91,8 +96,7 @@ def own_template(files: Mapping[str, bytes]) -> str:
             )
         except ValueError:
             continue
-        if isinstance(found, list):
-            found = next((e.get("template") for e in found if isinstance(e, dict) and e.get("name") == "default"), "")
+        found = template_of_list(found) if isinstance(found, list) else found
         if isinstance(found, str) and found:
             return found
     return ""
@@ -110,7 +114,7 @@ def fitting_templates(template: str, special_tokens: Collection[str], names: Map
     for name, path in BUILT_IN.items():
         text = _read(path)
         special, tags = set(re.findall(SPECIAL_LOOKING, text)), set(re.findall(_TAG, text))
-        variables = {names.get(variable) for variable in _VARIABLES if variable in text}
+        variables = {names.get(variable) for variable in _OF_TEXTS if variable in text}
         if (
             text != template
             and special | variables <= set(special_tokens)
@@ -157,20 +161,29 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _template(config: dict[str, Any], path: Path) -> str:
-    """Return the template of a tokenizer configuration. From a list of named templates, return the template "default"."""
+    """Return the template of a tokenizer configuration. It may be a list of named templates."""
     template = config.get("chat_template")
     if isinstance(template, list):
-        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-        if not isinstance(named.get("default"), str):
+        if (found := template_of_list(template)) is None:
             raise ConfigError(SETTING, f'{path} has several templates, but none is named "default"')
-        return named["default"]
+        return found
     if not isinstance(template, str):
         raise ConfigError(SETTING, f"{path} has no chat_template")
     return template
 
 
-def _names(config: dict[str, Any]) -> dict[str, str]:
-    """Return the special tokens such as bos_token (name -> text). transformers passes them to a template as variables."""
+def _variables(folder: Path) -> dict[str, str] | None:
+    """Return the special tokens that transformers passes to a template as variables, such as bos_token (name -> text), or None if
+    the folder has no tokenizer_config.json."""
+    files = {name: folder / name for name in ("tokenizer_config.json", "special_tokens_map.json")}
+    objects = {name: _json(file) for name, file in files.items() if file.is_file()}
+    config = objects.get("tokenizer_config.json")
+    if config is None:
+        return None
+    if "added_tokens_decoder" not in config:  # the format of older versions, in which the other file counts
+        config = config | objects.get("special_tokens_map.json", {})
     tokens = {name: value for name, value in config.items() if name.endswith("_token")}
-    texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in tokens.items()}
-    return {name: text for name, text in texts.items() if isinstance(text, str)}
+    for field in ("extra_special_tokens", "model_specific_special_tokens"):
+        tokens |= config[field] if isinstance(config.get(field), dict) else {}
+    texts = {name: name_of(value) for name, value in tokens.items()}
+    return {name: text for name, text in texts.items() if text is not None}

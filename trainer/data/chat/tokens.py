@@ -34,17 +34,19 @@ class _Encoded:
 class RenderingEncoder:
     """Encoder of rendered texts. The prompt and each answer are tokenized separately, exactly as at inference."""
 
-    def __init__(self, tokenizer: Tokenizer, special: Mapping[str, int], names: SpecialNames):
+    def __init__(self, tokenizer: Tokenizer, special: Mapping[str, int], plain: Collection[str], names: SpecialNames):
         """Describe the encoding.
 
         Args:
             tokenizer: Encodes plain text.
             special: Name -> id of the special tokens.
+            plain: Those of them that the tokenizer recognizes in any text.
             names: Recognizes the names of special tokens in a text.
         """
         self.tokenizer = tokenizer
         self.special = special
-        self.special_ids = frozenset(special.values())
+        self.plain = frozenset(plain)
+        self.special_ids = frozenset(token for name, token in special.items() if name not in self.plain)
         self.names = names
 
     def encode(self, rendering: Rendering, turns: Mapping[int, Turn], targets: Collection[int]) -> TokensAndMask:
@@ -109,8 +111,9 @@ class RenderingEncoder:
         """
         parts: list[str | int] = []
         for piece, is_special in pieces:
-            if not is_special:
-                parts.append(piece)
+            if not is_special or piece in self.plain:
+                joined = parts.pop() if parts and isinstance(parts[-1], str) else ""
+                parts.append(joined + piece)
             elif piece in self.special:
                 parts.append(self.special[piece])
             else:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 
 from trainer.base.config import ConfigError
 from trainer.base.config.packages import require_package
+from trainer.base.config.tokenizer_and_template import TEMPLATE_FILES, TOOL_TEMPLATE, combined_templates
 from trainer.data.tokenizer.hf_json import is_byte_level, json_bytes, json_files, json_object
 from trainer.data.tokenizer.placeholders import PlaceholderEncoder, depends_on_neighbours
 from trainer.data.tokenizer.protocol import Tokenizer, content_fingerprint, piece_bytes
@@ -61,6 +63,7 @@ class HuggingFaceTokenizer(Tokenizer):
         added = tokens.by_id()
         special = {i: token for i, token in added.items() if token.special}
         self.special_tokens = {token.content: i for i, token in special.items()}
+        self.added_tokens = {token.content: i for i, token in added.items() if not token.special}
         self.prefix = _prefix(tokenizer)
         self.bos = self._find_bos(ids)
         self.eos = self._find_eos(ids)
@@ -89,6 +92,11 @@ class HuggingFaceTokenizer(Tokenizer):
         present = {name: file for name, file in files.items() if file.exists()}
         beside = {name: json_object(file) for name, file in present.items() if name in _JSON_FILES}
         companions = {name: files[name].read_bytes() for name in COMPANION_FILES if files[name].is_file()}
+        default, tool_use = companions.get(TEMPLATE_FILES[0]), path.parent / TOOL_TEMPLATE
+        if default is not None and tool_use.is_file():
+            with suppress(UnicodeDecodeError):  # what reads the template reports the reason
+                both = combined_templates(default.decode(), tool_use.read_text("utf-8"))
+                companions[TEMPLATE_FILES[0]] = both.encode()
         return cls(content, path, beside, companions)
 
     def _json_of(self, file: str) -> dict[str, Any]:

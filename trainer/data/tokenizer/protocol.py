@@ -3,6 +3,7 @@
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Protocol
 
 import numpy as np
@@ -35,6 +36,8 @@ class Tokenizer(Protocol):
     """File name -> content of the files that define this tokenizer. To load it, set tokenizer.path to the first file."""
     special_tokens: Mapping[str, int]
     """Name -> id of each special token."""
+    added_tokens: Mapping[str, int] = MappingProxyType({})
+    """Name -> id of each token that is recognized in plain text, such as <think>."""
 
     def encode(self, text: str) -> list[int]:
         """Encode plain text. Names of special tokens in the text are encoded as plain text, and BOS and EOS are not added."""

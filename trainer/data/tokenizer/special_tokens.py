@@ -76,6 +76,7 @@ class WithAddedTokens(Tokenizer):
         self.vocab_size = base.vocab_size + len(names)
         self.bos, self.eos, self.prefix, self.files = base.bos, base.eos, base.prefix, base.files
         self.warnings, self.parts_fingerprint = base.warnings, base.parts_fingerprint
+        self.added_tokens = base.added_tokens
         self.special_tokens = {**base.special_tokens, **self._added}
         shape = json.dumps([base.fingerprint, list(names)])
         self.fingerprint = f"{base.fingerprint}-{hashlib.sha256(shape.encode()).hexdigest()[:8]}"
@@ -154,7 +155,7 @@ def configured_tokens(beside: Mapping[str, Mapping], folder: Path) -> tuple[str,
 
 class FolderTokens:
     """The added tokens of a tokenizer in Hugging Face's format: those of tokenizer.json, and those that other files add or
-    change, as transformers reads them. Their flags decide what is special; see `is_special` for the exceptions."""
+    change, as transformers reads them. Their flags decide what is special, and so does a role, such as EOS."""
 
     def __init__(self, package: ModuleType, tokenizer: Any, beside: Mapping[str, Mapping], folder: Path):
         """Add the tokens to the tokenizer.
@@ -213,14 +214,9 @@ class FolderTokens:
         entries = [{"id": i} | _flags(token) for i, token in self.by_id().items()]
         return json_bytes(json.loads(tokenizer_json) | {"added_tokens": entries})
 
-    def is_special(self, token: Any) -> bool:
-        """Return whether text must not contain a token: its flag says so, or some folders forget the flag. A token with a role,
-        such as EOS, is special, and so is one whose name looks so, such as <｜User｜>."""
-        return bool(token.special or token.content in self._named or re.fullmatch(SPECIAL_LOOKING, token.content))
-
     def protect_special(self) -> None:
-        """Set the flag of the tokens that are special without it."""
-        forgotten = (token for token in self.by_id().values() if not token.special and self.is_special(token))
+        """Set the flag of the tokens that have a role without it, as transformers does."""
+        forgotten = (token for token in self.by_id().values() if not token.special and token.content in self._named)
         tokens = [_flags(token) | {"special": True} for token in forgotten]
         self._tokenizer.add_special_tokens([self._package.AddedToken(**flags) for flags in tokens])
 
