@@ -75,7 +75,7 @@ class HubHandler(BaseHTTPRequestHandler):
         elif api:
             self.describe(name, commit, commits[commit], api[2] == "tree")
         elif file[3] not in commits[commit]:
-            self.refuse(404, "EntryNotFound")
+            self.answer(404, b"{}", {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": commit})
         else:
             self.send_file(file[3], commits[commit][file[3]], commit)
 

@@ -1,5 +1,6 @@
 """Downloads by the package huggingface_hub from a server on loopback."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -161,6 +162,63 @@ def test_a_model_that_another_program_has_downloaded_is_verified_without_a_conne
     assert "model-00001-of-00002.safetensors of someone/tiny does not match the hash" in error_of(
         NAME, commit, "weights"
     )
+
+
+def download(hub, *files, **options):
+    """Download files as another program does. Return their folder."""
+    cache = {"endpoint": hub.address, "cache_dir": huggingface_hub.constants.HF_HUB_CACHE}
+    for file in files:
+        with contextlib.suppress(huggingface_hub.errors.EntryNotFoundError):
+            path = huggingface_hub.hf_hub_download(NAME, file, **cache, **options)
+    return Path(path).parent
+
+
+def test_a_start_without_a_connection_does_not_make_a_part_of_a_model_complete(hub, folder, capsys):
+    """Not for ever: the next start with a connection downloads the rest."""
+    commit = hub.publish(NAME, folder)
+    path = download(hub, "config.json", "tokenizer.json")
+    hub.refusals[NAME] = (503, "")
+    doubt = "whether the model also has tokenizer_config.json, chat_template.jinja, generation_config.json is unknown"
+    for revision in ("", commit):
+        assert fetch(NAME, revision, "text") == path and names(path) == {"config.json", "tokenizer.json"}
+        assert (
+            f"{NAME} is commit {commit} in the cache; {doubt} until a start with a connection\n"
+            in capsys.readouterr().err
+        )
+    assert "no weights" in error_of(NAME, commit, "weights")
+    del hub.refusals[NAME]
+    assert fetch(NAME, commit, "text") == path and "chat_template.jinja" in names(path)
+
+
+def test_files_that_a_model_is_known_to_lack_are_no_doubt(hub, folder, capsys):
+    hub.publish(NAME, folder)
+    (folder / "chat_template.jinja").unlink()
+    commit = hub.publish(NAME, folder)
+    path = download(
+        hub, "config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"
+    )
+    hub.refusals[NAME] = (503, "")
+    assert fetch(NAME, "", "text") == path
+    assert capsys.readouterr().err.endswith(f": {NAME} is commit {commit} in the cache\n")
+
+
+def test_what_a_commit_has_is_remembered_from_a_start_with_a_connection(hub, folder):
+    """Although that start needed only the model's dimensions."""
+    extra = {"additional_chat_templates/tool_use.jinja": b"y"}
+    commit = hub.publish(NAME, folder, **extra)
+    path = fetch(NAME, "", "config")
+    hub.refusals[NAME] = (503, "")
+    for revision in ("", commit):
+        lacking = "lacks additional_chat_templates/tool_use.jinja, chat_template.jinja, tokenizer.json of someone/tiny"
+        expected = f"{hub.address} cannot be reached (HfHubHTTPError), and commit {commit} in the cache {lacking}"
+        assert error_of(NAME, revision, "text").replace("model.safetensors.index.json, ", "") == expected
+    del hub.refusals[NAME]
+    assert fetch(NAME, commit, "text") == path
+    assert (path / "additional_chat_templates" / "tool_use.jinja").read_bytes() == b"y"
+    hub.refusals[NAME] = (503, "")
+    assert fetch(NAME, commit, "text") == path
+    (path / "tokenizer.json").unlink()
+    assert "lacks tokenizer.json of someone/tiny" in error_of(NAME, commit, "text")
 
 
 REFUSALS = {

@@ -41,7 +41,11 @@ _PATTERNS: dict[Contents, str] = {
 }
 """Contents -> pattern of the names of their files. Each includes those before it."""
 _RECORD = "meshwright.json"
-"""File in the model's folder of the cache that lists the files whose content was verified."""
+"""File in the model's folder of the cache: for each commit, the files that it has, those whose content was verified, and for
+which contents they are complete."""
+_LISTED, _VERIFIED, _COMPLETE = "listed", "files", "complete"
+_USUAL = ("tokenizer_config.json", "chat_template.jinja", "generation_config.json")
+"""Files that a model may lack, but without which another one would be trained on other tokens."""
 _TIMEOUT_S = 20.0
 """Maximum time that the Hub may take to describe a model."""
 _CHUNK_BYTES = 2**22
@@ -92,6 +96,8 @@ def fetch(name: str, revision: str, contents: Contents) -> Path:
             if 400 <= _status(error) < 500 or cached is None:
                 raise
             return _offline(cached, name, contents, type(error).__name__)
+        with suppress(OSError, ValueError):  # the cache of a cluster may be read-only
+            _note(_snapshot(hub, name, info.sha), {_LISTED: sorted(s.rfilename for s in info.siblings)})
         snapshot = _download(hub, name, info, contents)
         with suppress(OSError):  # the cache of a cluster may be read-only
             _remember(snapshot, revision or "main")
@@ -116,14 +122,41 @@ def _cached(hub: ModuleType, name: str, revision: str) -> Path | None:
     return Path(file).parent if isinstance(file, str) else None
 
 
+def _snapshot(hub: ModuleType, name: str, commit: str) -> Path:
+    return Path(hub.constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}" / "snapshots" / commit
+
+
 def _offline(snapshot: Path, name: str, contents: Contents, reason: str) -> Path:
-    """Verify and return a folder of the cache without a connection."""
+    """Verify and return a folder of the cache without a connection. It is complete only if a start with a connection has recorded
+    which files the commit has: another program may have downloaded some of them. Raises ConfigError."""
+    listed = _record(snapshot).get(snapshot.name, {}).get(_LISTED)
+    names = [n for n in listed or _names(snapshot) if re.fullmatch(_PATTERNS[contents], n)]
+    where, is_away = f"commit {snapshot.name} in the cache", f"{_endpoint()} cannot be reached ({reason})"
+    if missing := [n for n in names if not (snapshot / n).exists()]:
+        raise ConfigError(_SETTING, f"{is_away}, and {where} lacks {', '.join(missing)} of {name}")
     if not _is_complete(snapshot, contents):
-        names = [n for n in sorted(os.listdir(snapshot)) if re.fullmatch(_PATTERNS[contents], n)]
         # The cache names the content of each file by the hash that the Hub gave, to which a link leads.
-        _verify(snapshot, name, {n: os.path.basename(os.path.realpath(snapshot / n)) for n in names}, contents)
-    print_error(f"{_endpoint()} cannot be reached ({reason}): {name} is commit {snapshot.name} in the cache")
+        hashes = {n: os.path.basename(os.path.realpath(snapshot / n)) for n in names}
+        _verify(snapshot, name, hashes, contents, is_complete=listed is not None)
+    unknown = [] if listed is not None else [n for n in _USUAL if not _is_known(snapshot, n)]
+    doubt = (
+        f"; whether the model also has {', '.join(unknown)} is unknown until a start with a connection"
+        if unknown
+        else ""
+    )
+    print_error(f"{is_away}: {name} is {where}{doubt}")
     return snapshot
+
+
+def _names(snapshot: Path) -> list[str]:
+    files = (file for file in snapshot.rglob("*") if not file.is_dir())
+    return sorted(file.relative_to(snapshot).as_posix() for file in files)
+
+
+def _is_known(snapshot: Path, file: str) -> bool:
+    """Return whether a file lies in the cache, or is known not to exist. The package records what it did not find."""
+    absent = snapshot.parent.parent / ".no_exist" / snapshot.name
+    return (snapshot / file).exists() or (absent / file).exists()
 
 
 def _download(hub: ModuleType, name: str, info: Any, contents: Contents) -> Path:
@@ -133,9 +166,8 @@ def _download(hub: ModuleType, name: str, info: Any, contents: Contents) -> Path
         if problem := recognise_published([s.rfilename for s in info.siblings], use).problem:
             raise ConfigError(_SETTING, f"{name} {problem}")
     wanted = [s for s in info.siblings if re.fullmatch(_PATTERNS[contents], s.rfilename)]
-    cache = Path(hub.constants.HF_HUB_CACHE)
-    storage = cache / f"models--{name.replace('/', '--')}"
-    snapshot = storage / "snapshots" / info.sha
+    cache, snapshot = Path(hub.constants.HF_HUB_CACHE), _snapshot(hub, name, info.sha)
+    storage = snapshot.parent.parent
     with ExitStack() as held:
         with suppress(OSError):  # a cache that is read-only may be complete
             held.enter_context(file_lock(storage / ".meshwright.lock"))  # other ranks wait
@@ -163,10 +195,14 @@ def _expected(sibling: Any) -> str:
     return (lfs["sha256"] if lfs else sibling.blob_id) or ""
 
 
-def _verify(snapshot: Path, name: str, hashes: Mapping[str, str], contents: Contents) -> None:
-    """Compare files with their hashes, remove the damaged ones, and record the others. Raises ConfigError."""
+def _verify(snapshot: Path, name: str, hashes: Mapping[str, str], contents: Contents, is_complete: bool = True) -> None:
+    """Compare files with their hashes, unless an earlier start has, remove the damaged ones, and record the others. Raises
+    ConfigError. is_complete: whether they are all files that these contents need."""
+    verified = _record(snapshot).get(snapshot.name, {}).get(_VERIFIED, {})
 
     def is_intact(file: str) -> bool:
+        if verified.get(file) == _stamp(snapshot / file):
+            return True
         return not re.fullmatch("[0-9a-f]{40}|[0-9a-f]{64}", hashes[file]) or _hash(snapshot / file, hashes[file])
 
     with ThreadPoolExecutor(_WORKERS) as pool:
@@ -181,9 +217,8 @@ def _verify(snapshot: Path, name: str, hashes: Mapping[str, str], contents: Cont
     if contents == "weights" and (problem := recognise(snapshot, "weights").problem):
         raise ConfigError(_SETTING, f"{name} {problem}")
     with suppress(OSError, ValueError):  # the cache of a cluster may be read-only
-        record = _record(snapshot)
-        record[snapshot.name] = {"contents": contents, "files": {file: _stamp(snapshot / file) for file in hashes}}
-        atomic_write(snapshot.parent.parent / _RECORD, json.dumps(record, indent=1))
+        stamps = {_VERIFIED: verified | {file: _stamp(snapshot / file) for file in hashes}}
+        _note(snapshot, stamps | ({_COMPLETE: contents} if is_complete else {}))
 
 
 def _hash(file: Path, expected: str) -> bool:
@@ -202,13 +237,21 @@ def _record(snapshot: Path) -> dict[str, Any]:
         return {}
 
 
+def _note(snapshot: Path, facts: Mapping[str, Any]) -> None:
+    """Record facts about a commit. Raises OSError or ValueError."""
+    record = _record(snapshot)
+    record[snapshot.name] = record.get(snapshot.name, {}) | facts
+    snapshot.parent.parent.mkdir(parents=True, exist_ok=True)
+    atomic_write(snapshot.parent.parent / _RECORD, json.dumps(record, indent=1))
+
+
 def _is_complete(snapshot: Path, contents: Contents) -> bool:
-    """Return whether the files of a folder of the cache were verified, and have not changed since then."""
+    """Return whether all files that the contents need were verified, and have not changed since then."""
     order: Sequence[Contents] = tuple(_PATTERNS)
     try:
         entry = _record(snapshot)[snapshot.name]
-        is_enough = order.index(entry["contents"]) >= order.index(contents)
-        return is_enough and all(_stamp(snapshot / file) == stamp for file, stamp in entry["files"].items())
+        is_enough = order.index(entry[_COMPLETE]) >= order.index(contents)
+        return is_enough and all(_stamp(snapshot / file) == stamp for file, stamp in entry[_VERIFIED].items())
     except (OSError, KeyError, TypeError, ValueError, AttributeError):
         return False
 
