@@ -27,6 +27,7 @@ from trainer.data.sampling.samples import Samples
 from trainer.engine import Engine
 from trainer.evaluate import EvalSet
 from trainer.objective.reference import ReferenceStore
+from trainer.run.context_window import extension_of_window
 from trainer.run.resolve import ResolvedRun
 from trainer.run.run_folder import model_files
 from trainer.run.text_format import TextFormat
@@ -94,7 +95,7 @@ def load(start: Start, text: TextFormat, engine: Engine, data: Data) -> InitialM
         read = engine.forward_backward.read
         training, *evaluation = (store.complete(read, data.partition, engine.device, *chunks) for store in stores)
         eval_sets = [replace(s, samples=samples) for s, samples in zip(eval_sets, evaluation, strict=True)]
-    files = model_files(start.config, start.resolved, text, loaded.base, start.point)
+    files = model_files(start.config, start.resolved, text, loaded.base, start.point, start.weights)
     return InitialModel(files=files, hashes=loaded.hashes, training=training, eval_sets=eval_sets)
 
 
@@ -124,7 +125,9 @@ def _load_resumed(start: Start, engine: Engine, data: Data) -> tuple[_Loaded, li
     if all(store.is_complete for store in stores):
         loaded = _load_base(start, engine)
     else:
-        weights = start.weights or open_initial_weights(config.checkpoint, resolved.spec, resolved.sizes)
+        weights = start.weights or open_initial_weights(
+            config.checkpoint, resolved.spec, resolved.sizes, extension_of_window(config)
+        )
         loaded = _load_weights(start, weights, engine)
     _require_same_weights(start, loaded)
     console.info(_resumed_line(start.point, loaded))

@@ -183,7 +183,7 @@ def export(family: str, tokenizer: TokenizerConfig, folder: Path) -> Decoder:
         TensorWrite(f"model/{name}", parameter.dtype, tuple(parameter.shape), partial(pieces, parameter))
         for name, parameter in saved_weights(model).items()
     ]
-    files = model_files(config, resolved, load_text_format(config, resolved), {}, None)
+    files = model_files(config, resolved, load_text_format(config, resolved), {}, None, None)
     write_tensors(folder / "checkpoint", entries, files, _GIB, "random parameters")
     write_huggingface(open_weights(folder / "checkpoint", alone=True), folder / "export", torch.float32, _GIB)
     return model

@@ -13,11 +13,13 @@ from trainer.base.system import console
 from trainer.base.system.run_files import CHECKPOINTS
 from trainer.base.system.spelling import counted, every
 from trainer.base.system.units import GIB, format_bytes
+from trainer.checkpoint.formats.weights import Weights
 from trainer.checkpoint.resume import ResumePoint
 from trainer.data.build import Datasets
 from trainer.evaluate import EvalSet
 from trainer.parallel.attention import kernel_name
 from trainer.parallel.parallelize import block_executions
+from trainer.run.context_window import window_warning
 from trainer.run.resolve import ResolvedRun
 from trainer.run.resources import checkpoint_bytes, disk_free, remaining_checkpoints
 from trainer.run.training_data import epochs_of, target_share
@@ -168,6 +170,14 @@ def start_note(config: Config, point: ResumePoint | None) -> Note:
         return Note("run folder", f"{folder}: a new run")
     rollback = ", after newer checkpoints are moved to a folder discarded-N" if point.rollback else ""
     return Note("run folder", f"{folder}: resumes from step {point.state.step}{rollback}")
+
+
+def window_notes(
+    config: Config, resolved: ResolvedRun, weights: Weights | None, point: ResumePoint | None
+) -> list[Note]:
+    """Return a warning if samples are longer than the context window of the weights with which a new run begins."""
+    line = "" if point is not None else window_warning(config, resolved.sizes, weights)
+    return [Note("context window", line, warns=True)] if line else []
 
 
 def course_notes(

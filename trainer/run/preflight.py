@@ -16,6 +16,7 @@ from trainer.data.datasets import check_names
 from trainer.data.tokenizer.protocol import Tokenizer
 from trainer.evaluate import EvalSet, build_eval_sets
 from trainer.inference.samples import encode_prompts
+from trainer.run.context_window import extension_of_window
 from trainer.run.resolve import ResolvedRun, require_profiled_step
 from trainer.run.resources import check_disk, check_memory
 from trainer.run.sinks.services import require_access
@@ -95,4 +96,4 @@ def _open_weights(config: Config, resolved: ResolvedRun, point: ResumePoint | No
     is_replaced = point is not None and config.lora.rank is None
     if is_replaced or not config.checkpoint.init_from:
         return None
-    return open_initial_weights(config.checkpoint, resolved.spec, resolved.sizes)
+    return open_initial_weights(config.checkpoint, resolved.spec, resolved.sizes, extension_of_window(config))

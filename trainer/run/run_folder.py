@@ -26,7 +26,9 @@ from trainer.checkpoint import resume
 from trainer.checkpoint.formats.export import export_run
 from trainer.checkpoint.formats.folders import window_and_generation
 from trainer.checkpoint.formats.model_metadata import CHAT_TEMPLATE, GENERATION_CONFIG, ModelMetadata, ids_of_ends
+from trainer.checkpoint.formats.weights import Weights
 from trainer.checkpoint.resume import ResumePoint
+from trainer.run.context_window import window_of_new_run
 from trainer.run.resolve import ResolvedRun
 from trainer.run.text_format import TextFormat
 from trainer.runtime import device as devices
@@ -186,14 +188,32 @@ def create_run_folder(folder: Path) -> None:
 
 
 def model_files(
-    config: Config, resolved: ResolvedRun, text: TextFormat, base: Mapping[str, str], point: ResumePoint | None
+    config: Config,
+    resolved: ResolvedRun,
+    text: TextFormat,
+    base: Mapping[str, str],
+    point: ResumePoint | None,
+    weights: Weights | None,
 ) -> dict[str, bytes]:
     """Return the files that make a checkpoint self-contained: model sizes, tokenizer, chat template and generation_config.json,
-    which is that of the initial model, with the tokens that end answers in training added. base: path and hash of the base model,
-    if only an adapter is saved. Raises ConfigError."""
+    which is that of the initial model, with the tokens that end answers in training added.
+
+    Args:
+        config: Settings of the run.
+        resolved: Result of `resolve` for these settings.
+        text: Tokenizer and chat template.
+        base: Path and hash of the base model, if only an adapter is saved.
+        point: Checkpoint to resume from.
+        weights: Those with which a new run begins.
+
+    Raises:
+        ConfigError: The initial model's files cannot be read.
+    """
     scale = {name: getattr(config.lora, name) for name in (*SCALE_SETTINGS, "base_dtype")} if base else {}
     tokenizer = text.tokenizer
-    window, generation = run_on_rank_0(lambda: _window_and_generation(config, point))
+    saved_window, generation = run_on_rank_0(lambda: _window_and_generation(config, point))
+    window = window_of_new_run(config, resolved.sizes, weights) if point is None else saved_window
+    window = config.model.context_window or window
     ends = list(dict.fromkeys([tokenizer.eos, *text.end_of_turn, *ids_of_ends(generation)]))
     special_token_ids = {"bos_token_id": tokenizer.bos, "eos_token_id": ends if len(ends) > 1 else ends[0]}
     if generation.get("pad_token_id") in range(
@@ -204,7 +224,7 @@ def model_files(
         family=resolved.family,
         sizes=asdict(resolved.sizes),
         seq_len=config.training.seq_len,
-        context_window=max(config.training.seq_len, window),
+        context_window=window,
         tokenizer=config.tokenizer.backend,
         tokenizer_files=tuple(tokenizer.files),
         special_token_ids=special_token_ids,

@@ -48,13 +48,16 @@ def names_loaded(config: CheckpointConfig, names: Collection[str]) -> set[str]:
     return loaded
 
 
-def open_initial_weights(config: CheckpointConfig, spec: ModelSpec, sizes: Any) -> Weights:
+def open_initial_weights(
+    config: CheckpointConfig, spec: ModelSpec, sizes: Any, extension: Collection[str] = ()
+) -> Weights:
     """Open checkpoint.init_from, collectively, and check that it has the weights, without loading them.
 
     Args:
         config: What is loaded.
         spec: Family of the run's model.
         sizes: Sizes of the run's model.
+        extension: Names of the sizes that extend the context window of the initial model, and may differ from it.
 
     Raises:
         ConfigError: The folder is damaged, or contains a different model.
@@ -65,7 +68,7 @@ def open_initial_weights(config: CheckpointConfig, spec: ModelSpec, sizes: Any) 
         # Only rank 0 resolves the folder, because the source run may still write newer checkpoints.
         folder = run_on_rank_0(lambda: resolve_checkpoint(Path(config.init_from)))
         weights = open_complete(folder, spec, averaged=config.init_averaged)
-        _require_same_sizes(config, weights, sizes)
+        _require_same_sizes(config, weights, sizes, extension)
         wanted = {name: p for name, p in parameters.items() if name in included}
         if config.resize_embeddings:
             wanted = {name: p for name, p in wanted.items() if not _is_smaller(weights, name, p)}
@@ -73,14 +76,15 @@ def open_initial_weights(config: CheckpointConfig, spec: ModelSpec, sizes: Any) 
     return weights
 
 
-def _require_same_sizes(config: CheckpointConfig, weights: Weights, sizes: Any) -> None:
+def _require_same_sizes(config: CheckpointConfig, weights: Weights, sizes: Any, extension: Collection[str]) -> None:
     stored = asdict(weights.sizes)
     if config.resize_embeddings and stored.get("vocab_size", 0) < sizes.vocab_size:
         stored["vocab_size"] = sizes.vocab_size
     differences = [
         f"{name} is {stored.get(name)}, expected {expected}"
         for name, expected in asdict(sizes).items()
-        if stored.get(name) != expected and name != "rope_is_long"  # the run's sequence length decides
+        if stored.get(name) != expected
+        and name not in ("rope_is_long", *extension)  # the run's sequence length decides
     ]
     if differences:
         raise ConfigError("", f"{weights.folder} contains a different model: {', '.join(differences)}")

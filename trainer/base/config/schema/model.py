@@ -36,7 +36,11 @@ class ModelConfig:
     overrides: Annotated[Mapping[str, int | float | bool | str | tuple[int | float | bool | str, ...]], FIXED] = field(
         default_factory=dict
     )
-    """Dimensions that replace those of the named size: `overrides = { n_layers = 4 }` or `--model.overrides.n_layers 4`."""
+    """Dimensions that replace those of the named size: `overrides = { n_layers = 4 }` or `--model.overrides.n_layers 4`. Beside
+    initial weights, they may extend the context window: rope_theta, rope_type and others with such names."""
+    context_window: Annotated[int, Constraint(min=0, max=2**31, unit="tokens")] = 0
+    """Context window that exports state. 0: that of the initial model, which a longer [training] seq_len does not change without
+    an extension in overrides; of a new or extended model, seq_len."""
 
 
 @dataclass(frozen=True, kw_only=True)
