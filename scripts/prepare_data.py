@@ -133,7 +133,6 @@ def main() -> None:
         datasets = list(all_dataset_configs(config.data, config.evaluation.datasets))
         if is_sharded and any(dataset.dataset == "prepared" for _, _, dataset in datasets):
             raise ConfigError("", "--shard: a prepared dataset cannot be sharded")
-        describe_template(config.data, config.evaluation.datasets, tokenizer)
         stores = {}
         for name, setting, dataset in datasets:
             existing = set(Path(dataset.store_folder).glob("*"))
@@ -153,6 +152,7 @@ def main() -> None:
                     if note := open_splits(folder, dataset, evaluates).note:
                         print(f"  {note}")
             stores[name] = folder
+        describe_template(config.data, config.evaluation.datasets, tokenizer, stores)
         report(config, stores, tokenizer, args)
 
 

@@ -1,6 +1,8 @@
 """Runs on conversations: the warning about their template, and resumed runs whose template has another text."""
 
+import json
 import shutil
+from dataclasses import replace
 
 import pytest
 
@@ -9,6 +11,7 @@ from tests.training_runs import in_folder, lines_logged_by_train, records, train
 from trainer.base.config import DataConfig, TokenizerConfig
 from trainer.data.chat.template_files import BUILT_IN
 from trainer.data.datasets import describe_template
+from trainer.data.prepare.prepare import prepare, renders_chats
 from trainer.data.tokenizer.backends import load_tokenizer
 from trainer.tools.testing.ranks import RankError
 
@@ -84,8 +87,13 @@ TAGGED = REWRITES.replace(
 def test_what_a_user_should_know_about_a_template_is_said_once_for_all_datasets(template, line, tmp_path, capfd):
     path = tmp_path / "template.jinja"
     path.write_text(template)
-    data = DataConfig(chat_template=str(path), datasets={"one": "chat:", "two": "chat:a", "three": "text:b"})
-    describe_template(data, {"held": "chat:c"}, load_tokenizer(TokenizerConfig()))
+    data = DataConfig(chat_template=str(path), datasets={"one": "chat:", "two": "chat:", "three": "text:b"})
+    data = replace(data, store_folder=str(tmp_path / "stores"))
+    tokenizer = load_tokenizer(TokenizerConfig())
+    one = prepare(replace(data, dataset="chat", datasets={}), TokenizerConfig(), tokenizer)
+    capfd.readouterr()
+    stores = {"train/one": one, "train/two": one, "train/three": tmp_path, "evaluation/held": one}
+    describe_template(data, {"held": "chat:"}, tokenizer, stores)
     out, err = capfd.readouterr()
     assert (out + err).count("chat template") == bool(line)
     assert line.format(path) in out + err
@@ -93,6 +101,26 @@ def test_what_a_user_should_know_about_a_template_is_said_once_for_all_datasets(
 
 def test_a_run_on_texts_says_nothing_about_a_template(capfd):
     describe_template(
-        DataConfig(chat_template="/missing", datasets={"one": "text:a"}), {}, load_tokenizer(TokenizerConfig())
+        DataConfig(chat_template="/missing", datasets={"one": "text:a"}), {}, load_tokenizer(TokenizerConfig()), {}
     )
     assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("kind", ["chat", "preference"])
+def test_documents_of_plain_text_are_counted_and_nothing_is_said_about_a_template(kind, tmp_path, capfd):
+    answers = {"completion": "c"} if kind == "chat" else {"chosen": "c", "rejected": "r"}
+    records = [{"prompt": f"p{i}", **answers} for i in range(20)]
+    (tmp_path / "template.jinja").write_text(REWRITES)
+    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, records)))
+    data = DataConfig(dataset=kind, path=str(tmp_path / "data.jsonl"), chat_template=str(tmp_path / "template.jinja"))
+    data = replace(data, store_folder=str(tmp_path / "stores"))
+    tokenizer = load_tokenizer(TokenizerConfig())
+    store = prepare(data, TokenizerConfig(), tokenizer)
+    assert not renders_chats(store)
+    describe_template(data, {}, tokenizer, {"train/data": store})
+    out, err = capfd.readouterr()
+    assert "20 documents of plain text, without the chat template" in out and "inference" not in out + err
+    messages = {"prompt": [{"role": "user", "content": "q"}]}
+    messages |= {name: [{"role": "assistant", "content": text}] for name, text in answers.items()}
+    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, [*records, messages])))
+    assert renders_chats(prepare(data, TokenizerConfig(), tokenizer))

@@ -63,8 +63,8 @@ def test_the_default_template_is_not_used_silently_for_another_model():
     names = {
         name: 0 for name in ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|im_start|>", "<|im_end|>")
     }
-    both = SimpleNamespace(special_tokens=names, files={})
-    own = SimpleNamespace(special_tokens=names, files={"chat_template.jinja": b"x"})
+    both = SimpleNamespace(special_tokens=names, files={}, added_tokens={})
+    own = SimpleNamespace(special_tokens=names, files={"chat_template.jinja": b"x"}, added_tokens={})
     assert 'the model is smollm3; set data.chat_template = "smollm3"' in unused_template(config, "smollm3", both)
     assert "the tokenizer has a chat template of its own" in unused_template(config, "llama3.1", own)
     assert unused_template(config, "llama3.1", default) == unused_template(config, "llama3", both) == ""

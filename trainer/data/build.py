@@ -18,6 +18,7 @@ from trainer.data.datasets import (
     packing_folder,
     require_new_names,
 )
+from trainer.data.prepare.prepare import renders_chats
 from trainer.data.sampling.mixture import CombinedSamples
 from trainer.data.sampling.packing import PackedIndex, has_target, read_packing
 from trainer.data.sampling.phases import MixturePhase
@@ -39,6 +40,8 @@ class Datasets:
     """Name -> samples. They come from a training dataset's held-out documents or from an evaluation-only dataset."""
     name: str
     """Name of the training data. The name changes when the content of the data changes."""
+    renders_chats: bool
+    """Whether a chat template has rendered some of the documents."""
     evaluation_names: dict[str, str]
     """Evaluation-only dataset -> name of its store. The store's name changes when the content of the dataset changes."""
 
@@ -83,6 +86,7 @@ def open_datasets(
         phases=phases,
         evaluation=evaluation,
         name=names[SINGLE] if single else ", ".join(f"{name} {store}" for name, store in names.items()),
+        renders_chats=any(map(renders_chats, folders.values())),
         evaluation_names={name: folders[f"evaluation/{name}"].name for name in sets},
     )
 

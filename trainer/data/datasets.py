@@ -12,7 +12,7 @@ from trainer.base.system import console
 from trainer.base.system.files import file_lock
 from trainer.base.system.spelling import did_you_mean
 from trainer.data.prepare.encode import chat_format
-from trainer.data.prepare.prepare import prepare, writing
+from trainer.data.prepare.prepare import prepare, renders_chats, writing
 from trainer.data.sampling.packing import pack
 from trainer.data.sampling.phases import MixturePhase, parse_mixture
 from trainer.data.store.held_out import may_be_held_out, open_splits
@@ -109,20 +109,33 @@ def prepare_datasets(
         pairs: Whether the run trains on preference pairs.
         evaluates: Whether the run evaluates, so that held-out tokens are needed.
     """
-    describe_template(data, sets, tokenizer)
     stores = {}
     for name, setting, config in all_dataset_configs(data, sets):
         with blame_setting(setting):
             folder = prepare(config, tokenizer_config, tokenizer)
             pack_splits(config, folder, seq_len, pairs, evaluates)
         stores[name] = str(folder)
+    describe_template(data, sets, tokenizer, stores)
     return json.dumps(stores)
 
 
-def describe_template(data: DataConfig, sets: Mapping[str, str], tokenizer: Tokenizer) -> None:
-    """Log what a user should know about the chat template, if a dataset consists of conversations. Raises ConfigError."""
+def describe_template(
+    data: DataConfig, sets: Mapping[str, str], tokenizer: Tokenizer, stores: Mapping[str, str | Path]
+) -> None:
+    """Log what a user should know about the chat template, if it has rendered documents. Raises ConfigError.
+
+    Args:
+        data: Settings of the training data.
+        sets: evaluation.datasets.
+        tokenizer: That of the run.
+        stores: Name of a dataset -> folder of its store.
+    """
     configs = all_dataset_configs(data, sets)
-    chats = [(setting, config) for _, setting, config in configs if config.dataset in CHAT_DATASETS]
+    chats = [
+        (setting, config)
+        for name, setting, config in configs
+        if config.dataset in CHAT_DATASETS and renders_chats(Path(stores[name]))
+    ]
     for setting, config in chats[:1]:  # all datasets have the same template
         name = f"chat template {data.chat_template}"
         with blame_setting(setting):

@@ -8,6 +8,7 @@ from torch import nn
 
 from trainer.base.config import Config, compatibility
 from trainer.base.config.value_rules import check_values
+from trainer.base.system import console
 from trainer.checkpoint.formats.initial_weights import open_initial_weights
 from trainer.checkpoint.formats.weights import Weights
 from trainer.checkpoint.resume import ResumePoint, require_compatible
@@ -20,7 +21,7 @@ from trainer.run.context_window import extension_of_window
 from trainer.run.resolve import ResolvedRun, require_profiled_step
 from trainer.run.resources import check_disk, check_memory
 from trainer.run.sinks.services import require_access
-from trainer.run.text_format import TextFormat, load_text_format, require_same_tokenizer
+from trainer.run.text_format import TextFormat, load_text_format, require_same_tokenizer, unused_template
 from trainer.run.training_data import require_unchanged_mixture, with_steps
 from trainer.runtime import device as devices
 from trainer.runtime.distributed import run_on_rank_0
@@ -78,6 +79,9 @@ def check_run(
     saved = None if point is None else point.state
     check_names(config.data, config.evaluation)
     datasets, state = open_data(config, text.tokenizer, saved), saved or TrainState()
+    renders_chats = text.is_chat and (datasets is None or datasets.renders_chats)
+    if renders_chats and (line := unused_template(config, resolved.family, text.tokenizer)):
+        console.warning(line)
     known = config if datasets is None else with_steps(config, datasets, state)
     if known.training.epochs is None:
         require_profiled_step(known.profiling, known.training.steps)

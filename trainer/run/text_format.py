@@ -47,10 +47,7 @@ def load_text_format(config: Config, resolved: ResolvedRun) -> TextFormat:
         chat = chat_format(config.data, tokenizer)
         return chat.self_contained(), tuple(chat.end_of_turn)
 
-    text = TextFormat(tokenizer, *run_on_rank_0(validated_template))
-    if line := unused_template(config, resolved.family, tokenizer):
-        console.warning(line)
-    return text
+    return TextFormat(tokenizer, *run_on_rank_0(validated_template))
 
 
 def unused_template(config: Config, family: str, tokenizer: Tokenizer) -> str:

@@ -54,6 +54,8 @@ WAY_OUT = "remove it, read it under another name by data.columns, or list it in 
 """What a user can do about a field that may matter."""
 
 
+PLAIN_TEXT = "plain text, without the chat template"
+"""What the list of unused fields says about documents whose prompt and answer are plain text."""
 LISTS = ("messages", "conversations")
 """Fields of a document that hold messages only. The others of MESSAGE_LISTS may hold plain text."""
 

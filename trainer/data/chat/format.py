@@ -16,7 +16,7 @@ from trainer.base.config import ConfigError
 from trainer.data.chat.answers import QUESTION, Turn, common_start, find_answers
 from trainer.data.chat.chat_layouts import CHATS, PromptAndAnswer, read_document
 from trainer.data.chat.conversations import read_conversation
-from trainer.data.chat.fields import without
+from trainer.data.chat.fields import PLAIN_TEXT, without
 from trainer.data.chat.messages import Message
 from trainer.data.chat.special_names import SpecialNames
 from trainer.data.chat.template import ChatTemplate, Rendering, TemplateFailure
@@ -209,7 +209,7 @@ class ChatFormat:
         """Encode a prompt and its answer. Return also the names of fields that were not used. Raises MalformedConversation or
         TemplateFailure."""
         if isinstance(found.prompt, str):
-            return self.encode_completion(found.prompt, found.answer), set(found.unused)
+            return self.encode_completion(found.prompt, found.answer), {PLAIN_TEXT, *found.unused}
         talk = read_conversation(found)
         for name in talk.arguments:
             if name not in self._template.variables or name in ("messages", "tools", *self._names):

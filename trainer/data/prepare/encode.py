@@ -14,6 +14,7 @@ from trainer.data.chat.columns import MissingField, absent_columns, missing_colu
 from trainer.data.chat.fields import MalformedConversation
 from trainer.data.chat.format import ChatFormat, load_chat_format
 from trainer.data.chat.template import TemplateFailure
+from trainer.data.prepare.records_in_text import records_in
 from trainer.data.sources.source import InvalidDocument
 from trainer.data.store.store import SECOND_START, Encoded
 from trainer.data.tokenizer.protocol import Tokenizer
@@ -29,11 +30,13 @@ def encoder(config: DataConfig, tokenizer: Tokenizer) -> Callable[[Any], Encoded
     if config.dataset in CHAT_DATASETS:
         encode = _encode_chat if config.dataset == "chat" else _encode_pair
         return partial(_valid, partial(encode, chat_format(config, tokenizer)), config.columns)
-    return partial(_encode_text, tokenizer)
+    return partial(_encode_text, tokenizer, config.dataset == "text")
 
 
-def _encode_text(tokenizer: Tokenizer, text: str) -> Encoded:
-    """Encode a text, with EOS after it, and with BOS before it if the tokenizer adds one."""
+def _encode_text(tokenizer: Tokenizer, is_file: bool, text: str) -> Encoded:
+    """Encode a text, with EOS after it, and with BOS before it if the tokenizer adds one. is_file: whether it is a file."""
+    if records := records_in(text, is_file):
+        raise InvalidDocument(records)
     inner, start = tokenizer.encode_array(text), len(tokenizer.prefix)
     tokens = np.empty(start + len(inner) + 1, np.uint32)
     tokens[:start], tokens[start:-1], tokens[-1] = tokenizer.prefix, inner, tokenizer.eos

@@ -19,6 +19,7 @@ from trainer.base.config.schema.data import CHAT_DATASETS
 from trainer.base.system import console
 from trainer.base.system.files import HashingFile, atomic_folder, file_lock
 from trainer.base.system.spelling import counted
+from trainer.data.chat.fields import PLAIN_TEXT
 from trainer.data.chat.format import ChatFormat
 from trainer.data.prepare import fingerprint, tokenize
 from trainer.data.prepare.encode import COLUMNS, chat_format
@@ -233,7 +234,8 @@ def unused_fields(folder: Path, data: DataConfig) -> list[str]:
     data.ignored_fields, and entries of data.ignored_fields and data.columns that no document has."""
     description = read_description(folder)
     counts, documents = description.get("unused_fields", {}), _counts(description).documents
-    shown = sorted((n for n in counts if not n.startswith(COLUMNS)), key=lambda name: (-counts[name], name))
+    shown = [n for n in counts if not n.startswith(COLUMNS) and n != PLAIN_TEXT]
+    shown.sort(key=lambda name: (-counts[name], name))
     ignored = [name for name in shown if name in data.ignored_fields]
     others = [name for name in shown if name not in data.ignored_fields]
     missing = [name for name in data.ignored_fields if name not in counts]
@@ -246,6 +248,8 @@ def unused_fields(folder: Path, data: DataConfig) -> list[str]:
         )
         if names
     ]
+    if plain := counts.get(PLAIN_TEXT):
+        lines.append(f"{counted(plain, 'document')} of {PLAIN_TEXT}")
     absent = [name for ours, name in data.columns.items() if counts.get(f"{COLUMNS}{ours}") == documents]
     for setting, fields in (("data.ignored_fields", missing), ("data.columns", absent)):
         if fields:
@@ -266,3 +270,10 @@ def _log_store(folder: Path, data: DataConfig) -> None:
     console.info(
         f"prepared {counted(train['documents'], 'document')}, {counted(train['tokens'], 'token')} for training"
     )
+
+
+def renders_chats(store: Path) -> bool:
+    """Return whether a chat template has rendered documents of a store. Prompts and answers of plain text need none."""
+    description = read_description(store)
+    is_chat = description["dataset"] in CHAT_DATASETS
+    return is_chat and description.get("unused_fields", {}).get(PLAIN_TEXT, 0) < _counts(description).documents
