@@ -21,6 +21,8 @@ class TrainState:
     """State of BestTracker, which tracks the checkpoint with the lowest evaluation loss."""
     early_stopping: list[Any] = field(default_factory=list)
     """Memory of EarlyStopping."""
+    health: list[Any] = field(default_factory=list)
+    """Memory of Health."""
     mixture: list[list[int]] = field(default_factory=list)
     """Start and quotas of each phase of the mixture of datasets (see MixturePhase)."""
     world_size: int = 1
@@ -49,7 +51,7 @@ class TrainState:
         """Replace this state's progress with the checkpoint's progress."""
         self.step, self.cursor, self.tokens_seen = saved.step, saved.cursor, saved.tokens_seen
         self.rollbacks, self.skipped_samples = saved.rollbacks, list(saved.skipped_samples)
-        self.early_stopping = list(saved.early_stopping)
+        self.early_stopping, self.health = list(saved.early_stopping), list(saved.health)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1)
@@ -57,7 +59,7 @@ class TrainState:
     @classmethod
     def from_json(cls, text: str) -> "TrainState":
         """Parse the text of train_state.json. Raises ValueError, TypeError or KeyError if it is not the state of a run."""
-        raw = {"early_stopping": []} | json.loads(text)  # earlier versions did not save it
+        raw = {"early_stopping": [], "health": []} | json.loads(text)  # earlier versions did not save them
         values = {name: raw[name] for name in get_type_hints(cls)}
         for name, hint in get_type_hints(cls).items():
             if type(values[name]) is not (get_origin(hint) or hint):

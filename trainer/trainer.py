@@ -21,11 +21,13 @@ from trainer.inference.samples import SampleGenerator
 from trainer.optim.lr_schedule import lr_factor
 from trainer.resilience.early_stopping import EarlyStopping
 from trainer.resilience.guard import StepMonitor, StepOutcome, TrainingDiverged
+from trainer.resilience.health import problem_at_end
 from trainer.resilience.straggler import StragglerDetector
 from trainer.resilience.watchdog import Watchdog
 from trainer.run.metrics import Metrics
 from trainer.run.profiler import Profiler
 from trainer.run.run_folder import already_finished
+from trainer.run.sinks.sink import Ending
 from trainer.run.training_data import TrainingData
 from trainer.runtime import device as devices
 from trainer.state import TrainState
@@ -69,7 +71,7 @@ class Trainer:
         self.watchdog.start()
         batches = self._start()
         end_interrupts = self.stop.receive_interrupts()
-        ended = False
+        ended, ending = False, Ending.FAILED
         try:
             while state.step < steps and not ended:
                 result = self.train_step(batches)
@@ -82,6 +84,8 @@ class Trainer:
             self._wait_for_saves()
             if self.profiler.recording:
                 self._profile(self.profiler.stop)
+            is_complete = state.step == steps or self.early_stopping.reason(state)
+            ending = Ending.FINISHED if is_complete else Ending.STOPPED
         except TrainingDiverged:
             try:
                 self._wait_for_saves()  # the save in flight contains a good step
@@ -93,7 +97,7 @@ class Trainer:
             self.watchdog.close()
             self.checkpoints.close()
             self.stop.has_ended = True
-            self.metrics.close()
+            self.metrics.end(state.step, ending, problem_at_end(state))
             end_interrupts()
 
     def _finish(self, seconds: float) -> None:
@@ -109,7 +113,11 @@ class Trainer:
             export_run(folder, self.config.checkpoint)
         best_step = self.checkpoints.best.step
         best = f"; the best checkpoint is {folder}{BEST}, of step {best_step}" if best_step not in (0, step) else ""
-        console.info(f"done: step {step}, {duration(seconds)}, {folder}{best}")
+        line = f"done: step {step}, {duration(seconds)}, {folder}{best}"
+        if problem := problem_at_end(self.state):
+            console.warning(f"{line}; {problem}")
+        else:
+            console.info(line)
 
     def _log_request_to_stop(self) -> None:
         if self.config.checkpoint.enabled:

@@ -1,7 +1,6 @@
 """Skipped steps, rollbacks and stops."""
 
 import json
-import math
 from itertools import repeat
 from types import SimpleNamespace
 
@@ -22,7 +21,6 @@ from trainer.base.config import ResilienceConfig
 from trainer.base.system.run_files import latest_per_step, step_of
 from trainer.resilience.guard import (
     WINDOW,
-    DivergenceWarning,
     StabilityGuard,
     StepMonitor,
     StepOutcome,
@@ -113,28 +111,6 @@ def test_ranges_that_touch_are_merged():
     assert skip([(3, 5), (9, 12)], 5, 7) == [(3, 7), (9, 12)]
     assert skip([(3, 5), (9, 12)], 4, 10) == [(3, 12)]
     assert skip([(3, 5)], 0, 1) == [(0, 1), (3, 5)]
-
-
-@pytest.mark.parametrize(
-    ("losses", "warned_at"),
-    [
-        ([10.0] * 10 + [16.0] * 200, 110),
-        ([10.0] * 10 + [14.0] * 200, 0),  # above, but not far
-        ([10.0] * 10 + ([16.0] * 99 + [9.0]) * 3, 0),  # returns each time
-        ([10.0] * 10 + [math.nan, 16.0] * 120, 210),
-        ([0.1] * 10 + [0.5] * 200, 0),
-        ([-2.0] * 10 + [-0.5] * 200, 110),
-        ([10.0 - 0.01 * n for n in range(300)], 0),
-    ],
-)
-def test_a_run_whose_loss_stays_far_above_its_start_is_one_warning(losses, warned_at, monkeypatch):
-    lines, warning = [], DivergenceWarning()
-    monkeypatch.setattr("trainer.base.system.console.warning", lines.append)
-    for step, loss in enumerate(losses, 1):
-        warning.observe(StepOutcome(step, 0, False, 0, 0, loss, 1.0))
-    assert [line.partition(":")[0] for line in lines] == [f"step {warned_at}"] * bool(warned_at)
-    if losses[-1] == 16.0 and warned_at == 110:
-        assert "the loss was 10 at the start and has been above 15 for 100 steps: the run diverges;" in lines[0]
 
 
 # ------------------------------------------------------------ complete runs

@@ -2,24 +2,19 @@
 
 import math
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from trainer.base.config import ResilienceConfig
 from trainer.base.system import console
+from trainer.resilience import health
 from trainer.runtime.host_memory import Event, HostTransfer
 from trainer.state import TrainState
 
 WINDOW = 128
 """Number of most recent accepted steps. A spike is detected by comparison with their losses and gradient norms."""
-MANY_STEPS = 100
-"""Number of steps in a row with a loss far above the start, after which a run is said to diverge."""
-_FIRST_STEPS = 10
-"""Number of first steps, whose mean loss is the start."""
-_FAR_ABOVE = 0.5
-"""A loss is far above the start if it is more than 0.5 above it, and more than 50 % of it."""
 _MIN_HISTORY = 32
 """Minimum number of accepted steps before a step can count as a spike."""
 
@@ -154,33 +149,6 @@ class StabilityGuard:
         return {"counts": self.counts, "history": self.history}
 
 
-@dataclass
-class DivergenceWarning:
-    """Warning, once, that the loss stays far above the loss of the first steps of this process."""
-
-    first: list[float] = field(default_factory=list)
-    """Losses of the first steps."""
-    steps_above: int = 0
-    """Number of steps in a row whose loss is above the limit. A non-finite loss is not counted."""
-    has_warned: bool = False
-
-    def observe(self, outcome: StepOutcome) -> None:
-        if not math.isfinite(outcome.loss):
-            return
-        if len(self.first) < _FIRST_STEPS:
-            self.first.append(outcome.loss)
-            return
-        start = sum(self.first) / _FIRST_STEPS
-        limit = start + max(_FAR_ABOVE * abs(start), _FAR_ABOVE)
-        self.steps_above = self.steps_above + 1 if outcome.loss > limit else 0
-        if self.steps_above == MANY_STEPS and not self.has_warned:
-            self.has_warned = True
-            console.warning(
-                f"step {outcome.step}: the loss was {start:.4g} at the start and has been above {limit:.4g} for {MANY_STEPS} "
-                "steps: the run diverges; a lower learning rate or a longer warm-up may prevent it"
-            )
-
-
 @dataclass(frozen=True)
 class _Unread:
     """An outcome that the host has not read yet."""
@@ -202,7 +170,6 @@ class StepMonitor:
         self.config = config
         self.late = device.type != "cpu"
         self.transfer = HostTransfer(device)
-        self.divergence = DivergenceWarning()
         self.unread: deque[_Unread] = deque()
 
     def observe(self, state: TrainState, outcome: Tensor, now: bool) -> Verdict:
@@ -224,22 +191,22 @@ class StepMonitor:
             packed = self.transfer.host_like(outcome, outcome.dtype)
             copied = self.transfer.copy([packed], [outcome])
         self.unread.append(_Unread(state.step, state.cursor, packed, copied))
-        outcomes = self._read(now)
+        outcomes = self._read(state, now)
         stop = any(o.stop for o in outcomes)
         if stop:
-            outcomes += self._read(now=True)
+            outcomes += self._read(state, now=True)
         failed = [o for o in outcomes if should_roll_back(self.config, o, state.rollbacks)]
         if failed:
-            self._read(now=True)  # the rollback discards these steps
+            self._read(state, now=True)  # the rollback discards these steps
         return Verdict(
             outcome=outcomes[-1] if outcomes else None,
             roll_back=failed[0] if failed else None,
             stop=stop and not outcomes[-1].skipped,
         )
 
-    def _read(self, now: bool) -> list[StepOutcome]:
-        """Return the unread outcomes, oldest first, and log a warning for each skipped step. On a GPU, the newest outcome stays
-        unread unless `now` is true."""
+    def _read(self, state: TrainState, now: bool) -> list[StepOutcome]:
+        """Return the unread outcomes, oldest first, count them in the run's health, and log a warning for each skipped step. On a
+        GPU, the newest outcome stays unread unless `now` is true."""
         outcomes = []
         left = 1 if self.late and not now else 0
         while len(self.unread) > left:
@@ -250,7 +217,7 @@ class StepMonitor:
             if outcome.skipped:
                 counts = f"{outcome.consecutive_skips} in a row, {outcome.total_skips} in total"
                 console.warning(f"{outcome}; update skipped ({counts})")
-            self.divergence.observe(outcome)
+            health.observe(state, outcome.step, outcome.loss, outcome.grad_norm)
             outcomes.append(outcome)
         return outcomes
 

@@ -15,7 +15,7 @@ from trainer.checkpoint.async_save import SaveResult
 from trainer.resilience.guard import StepOutcome
 from trainer.run.resolve import ResolvedRun
 from trainer.run.sinks.delivery import close_sinks
-from trainer.run.sinks.sink import Sink
+from trainer.run.sinks.sink import Ending, Sink
 from trainer.runtime import device as devices
 from trainer.runtime.step_timer import StepTimer
 from trainer.state import TrainState
@@ -127,5 +127,7 @@ class Metrics:
         for sink in self.sinks:
             sink.write(record | {"timestamp_s": time.time()})
 
-    def close(self) -> None:
+    def end(self, step: int, ending: Ending, problem: str) -> None:
+        """Record how the run ends, and close the sinks. problem: why its model has probably not learned, or ""."""
+        self.log_event({"kind": "end", "step": step, "ending": ending} | ({"problem": problem} if problem else {}))
         close_sinks(self.sinks)

@@ -3,6 +3,7 @@
 import json
 import time
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from textwrap import indent
 from typing import Any, Protocol
@@ -13,6 +14,15 @@ from trainer.base.config import MetricsConfig, TrainingConfig
 from trainer.base.system.run_files import CONFIG_FILE, ENVIRONMENT_FILE
 
 _NOT_PLOTTED = ("step", "timestamp_s", "first_step", "global_batch_size", "cursor", "tokens_seen", "epochs_seen")
+
+
+class Ending(StrEnum):
+    """How a process that trains ends."""
+
+    FINISHED = "finished"
+    STOPPED = "stopped"
+    """Somebody, such as a scheduler, asked it to stop."""
+    FAILED = "failed"
 
 
 class Sink(Protocol):
@@ -57,7 +67,9 @@ def scalars(record: dict[str, Any]) -> dict[str, float]:
 
 
 def texts(record: dict[str, Any]) -> dict[str, str]:
-    """Return the texts of a record in Markdown, by their names: samples/1, samples/2."""
+    """Return the texts of a record in Markdown, by their names: samples/1, samples/2, problem."""
+    if record["kind"] == "end":
+        return {"problem": record["problem"]} if "problem" in record else {}
     samples = enumerate(record["samples"], 1) if record["kind"] == "samples" else ()
     return {f"samples/{i}": f"after {sample['prompt']!r}:\n\n{code_block(sample['text'])}" for i, sample in samples}
 

@@ -80,6 +80,8 @@ def _text_of(event: dict[str, Any]) -> str:
     if kind == "not finite":
         last = event["last_step"]
         return "in one record" if last == event["step"] else f"in all records up to step {last:,}"
+    if kind == "end":
+        return "; ".join(filter(None, (event["ending"], event.get("problem"))))
     if kind == "straggler":
         return f"rank {event['rank']}: {event['reason']}"
     return _other(event)
