@@ -78,16 +78,8 @@ def test_a_run_that_has_not_learned_says_so_at_its_end(losses, norms, problem):
 @pytest.mark.parametrize("resumed", [False, True])
 def test_a_dead_run_ends_with_a_warning_in_its_last_line_and_in_its_records(ranks, tiny, tmp_path, resumed):
     folder = tmp_path / "run"
-    argv = [
-        *tiny,
-        *in_folder(folder),
-        "--optimizer.lr",
-        "100",
-        "--lr_schedule.warmup_steps",
-        "0",
-        "--training.steps",
-        "14",
-    ]
+    flags = ["--optimizer.lr", "100", "--lr_schedule.warmup_steps", "0", "--lr_schedule.min_lr_ratio", "1.0"]
+    argv = [*tiny, *in_folder(folder), *flags, "--training.steps", "14"]
     if resumed:
         ranks(1).run(train, combine([*argv, "--training.steps", "8"]))
         assert json.loads((checkpoint_of(folder) / "train_state.json").read_text())["health"][0]
