@@ -41,7 +41,7 @@ def state_after(losses, norms=None):
 
 
 ADVICE = "; a lower learning rate or a longer warm-up may help"
-START = [9.0, 8.0, 11.0, 10.0, 10.0, 10.0, 10.0, 9.5, 10.5, 10.0]
+START = [10.0, 8.0, 11.0, 9.0, 10.0, 10.0, 10.0, 9.5, 10.5, 10.0]
 FALLING = [10.0 - 0.1 * n for n in range(30)]
 
 
@@ -69,6 +69,7 @@ FALLING = [10.0 - 0.1 * n for n in range(30)]
             "the gradient was 0 in the last 20 steps, so that the model no longer learns",
         ),
         ([5.0] * 4, [0.0] * 4, ""),
+        ([8.0] + [200.0] * 40, None, "the loss was 8.4 at the start, and not below it in the last 31 steps"),
     ],
 )
 def test_a_run_that_has_not_learned_says_so_at_its_end(losses, norms, problem):
@@ -78,14 +79,14 @@ def test_a_run_that_has_not_learned_says_so_at_its_end(losses, norms, problem):
 @pytest.mark.parametrize("resumed", [False, True])
 def test_a_dead_run_ends_with_a_warning_in_its_last_line_and_in_its_records(ranks, tiny, tmp_path, resumed):
     folder = tmp_path / "run"
-    flags = ["--optimizer.lr", "100", "--lr_schedule.warmup_steps", "0", "--lr_schedule.min_lr_ratio", "1.0"]
-    argv = [*tiny, *in_folder(folder), *flags, "--training.steps", "14"]
+    flags = ["--optimizer.lr", "10", "--lr_schedule.warmup_steps", "0", "--lr_schedule.min_lr_ratio", "1.0"]
+    argv = [*tiny, *in_folder(folder), *flags, "--training.steps", "24"]
     if resumed:
-        ranks(1).run(train, combine([*argv, "--training.steps", "8"]))
+        ranks(1).run(train, combine([*argv, "--training.steps", "12"]))
         assert json.loads((checkpoint_of(folder) / "train_state.json").read_text())["health"][0]
     ranks(1).run(train, combine(argv))
     log = (folder / "log.txt").read_text().splitlines()
-    assert " warning: done: step 14, " in log[-1] and log[-1].endswith(ADVICE)
+    assert " warning: done: step 24, " in log[-1] and log[-1].endswith(ADVICE)
     *_, end = records(folder, "end")
     assert end["ending"] == "finished" and log[-1].endswith(end["problem"])
 

@@ -10,7 +10,9 @@ from trainer.state import TrainState
 MANY_STEPS = 100
 """Number of steps in a row with a loss far above the start, after which a run is said to diverge."""
 _FIRST_STEPS = 10
-"""Number of first steps, whose median loss is the start."""
+"""Number of first steps, whose median loss is the start, unless the loss has risen during them."""
+_NOISE = 0.05
+"""Share of the first loss by which others differ without having risen."""
 _FAR_ABOVE = 0.5
 """A loss is far above the start if it is more than 0.5 above it, and more than 50 % of it."""
 _SHARE, _FEWEST_STEPS = 0.25, 10
@@ -42,7 +44,7 @@ class Health:
 
     @property
     def start(self) -> float:
-        return statistics.median(self.first)
+        return min(statistics.median(self.first), self.first[0] + _NOISE * abs(self.first[0]))
 
     @property
     def limit(self) -> float:
