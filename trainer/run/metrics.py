@@ -130,4 +130,7 @@ class Metrics:
     def end(self, step: int, ending: Ending, problem: str) -> None:
         """Record how the run ends, and close the sinks. problem: why its model has probably not learned, or ""."""
         self.log_event({"kind": "end", "step": step, "ending": ending} | ({"problem": problem} if problem else {}))
+        self.close()
+
+    def close(self) -> None:
         close_sinks(self.sinks)

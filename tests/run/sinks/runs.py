@@ -42,7 +42,7 @@ def patient(limit_s: float = 300.0) -> AbstractContextManager[object]:
 def wait_for_delivery(sinks: Sequence[object]) -> None:
     """Wait until every service has all records."""
     backlogs = [sink.backlog for sink in sinks if isinstance(sink, Delivery)]
-    wait_for(lambda: all(b.position == b.path.stat().st_size and not b.line for b in backlogs))
+    wait_for(lambda: all(b.position == b.path.stat().st_size and not b.lines for b in backlogs))
 
 
 def train(

@@ -9,15 +9,18 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
+import time
 import urllib.request
 from contextlib import contextmanager, suppress
 from importlib import metadata
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
 from tests.conftest import ROOT
-from tests.run.sinks.runs import FLAGS, STEPS, logged_run, opened, record, recorded, train, wait_for
+from tests.run.sinks.runs import FLAGS, STEPS, Process, logged_run, opened, record, recorded, train, wait_for
 from tests.training_runs import combine, in_folder
 from trainer.base.config import ConfigError, MetricsConfig
 from trainer.base.config.load import load_config
@@ -365,7 +368,7 @@ def test_wandb_without_an_api_key_does_not_ask_at_the_terminal(tmp_path):
                 shown += part
                 assert b"Enter your choice" not in shown
         assert done.wait() == 1
-    assert b"RuntimeError: no API key: run `wandb login`, or set WANDB_API_KEY or WANDB_MODE=offline" in shown
+    assert b"Refused: no API key: run `wandb login`, or set WANDB_API_KEY or WANDB_MODE=offline" in shown
 
 
 # ------------------------------------------------------------ a server that is away
@@ -414,6 +417,207 @@ def test_a_server_of_mlflow_that_is_killed_and_restarted_gets_all_values(tmp_pat
     values = [(step, 1.0 if step < 6 else 2.0 if step < 9 else 3.0) for step in range(1, 13)]
     assert curves == {"train/loss": values} == recorded(tmp_path)
     assert capsys.readouterr().err.count("warning: MLflow cannot be written") == 1
+
+
+# ------------------------------------------------------------ what a service does not accept
+
+
+def of_service(name, folder, **settings):
+    """Return the class of a service, and a run whose records it gets."""
+    if name == "mlflow":
+        settings["mlflow_tracking_uri"] = f"sqlite:///{folder / 'mlflow.db'}"
+    service = {"wandb": Wandb, "mlflow": MLflow, "trackio": Trackio}[name]
+    return service, logged_run(folder, project=folder.name, **settings)
+
+
+def read_service(name, folder):
+    if name == "wandb":
+        return read_wandb(folder)
+    return (
+        read_mlflow(f"sqlite:///{folder / 'mlflow.db'}", folder.name) if name == "mlflow" else read_trackio(folder.name)
+    )
+
+
+@pytest.mark.parametrize("name", SERVICES)
+@pytest.mark.parametrize("damage", ["names", "environment", "settings", "nothing"])
+def test_the_description_of_a_run_never_stops_its_metrics(tmp_path, capsys, name, damage):
+    pytest.importorskip(name)
+    service, run = of_service(name, tmp_path)
+    names = '[tokenizer.reuse_reserved_tokens]\n"<|im_start|>" = "a"\n"../x" = "b"\n"a//b" = "c"\n"\\u00e9\\n%" = "d"\n"" = "e"\n'
+    if damage == "names":
+        (tmp_path / "config.toml").write_text(f"[training]\nsteps = 20\n{names}")
+    elif damage == "environment":
+        (tmp_path / "environment.json").write_text("[")
+    elif damage == "settings":
+        (tmp_path / "config.toml").unlink()
+    with opened(run, service) as process:
+        process.write(range(1, 4), 1.0)
+    if name == "wandb":
+        list(ended_wandb_run(tmp_path))
+    curves, config = read_service(name, tmp_path)
+    assert curves == recorded(tmp_path) and len(curves["train/loss"]) == 3
+    warned = capsys.readouterr().err
+    assert warned.count("gets no description of the run (") == (damage in ("environment", "settings")), warned
+    if damage == "names" and name == "mlflow":
+        assert config["tokenizer.reuse_reserved_tokens.__im_start__"] == "a"
+        assert config["training.steps"] == "20"
+
+
+@pytest.mark.parametrize(
+    ("sink", "settings", "line"),
+    [
+        (
+            "wandb",
+            {"project": "a/b"},
+            "metrics.project: W&B refuses it: Invalid project name 'a/b': cannot contain characters",
+        ),
+        ("wandb", {"project": "x" * 129}, "metrics.project: W&B refuses it: Invalid project name 'xxx"),
+        (
+            "wandb",
+            {"tags": ("a", "t" * 80)},
+            "metrics.tags: W&B refuses it: Value error, Tag 'tttttttttttttttttttt...tttttttttttttttttttt' is 80",
+        ),
+        ("wandb", {"tags": ("",)}, "metrics.tags: W&B refuses it: Value error, Tag at index 0 is empty"),
+        (
+            "mlflow",
+            {"tags": ("a%b",)},
+            "metrics.tags: 'a%b': a tag of MLflow has at most 250 letters, digits and characters of",
+        ),
+        ("mlflow", {"tags": ("../a",)}, "metrics.tags: '../a': a tag of MLflow has"),
+        (
+            "mlflow",
+            {"project": "x" * 501},
+            "metrics.project: the name of an experiment of MLflow has at most 500 characters",
+        ),
+        ("mlflow", {"tags": ("a/b: c",), "project": "a/b"}, ""),
+        ("wandb", {"tags": ("t" * 64,)}, ""),
+    ],
+)
+def test_a_name_that_a_service_would_refuse_is_refused_before_the_run(sink, settings, line):
+    pytest.importorskip(sink)
+    metrics = MetricsConfig(sinks=("jsonl", sink), **settings)
+    if not line:
+        require_access(metrics)
+        return
+    with pytest.raises(ConfigError) as error:
+        require_access(metrics)
+    assert str(error.value).startswith(line)
+
+
+@pytest.mark.parametrize("how", ["deleted", "by the server"])
+def test_a_service_that_will_not_accept_a_run_is_told_once_and_not_waited_for(tmp_path, capsys, how, monkeypatch):
+    """An experiment that was deleted, and a request that the server refuses although the run is active."""
+    mlflow = pytest.importorskip("mlflow")
+    service, run = of_service("mlflow", tmp_path)
+    client = mlflow.MlflowClient(run.metrics.mlflow_tracking_uri)
+    reason = f"its experiment {tmp_path.name} is deleted; restore it, or set metrics.project"
+    if how == "deleted":
+        client.delete_experiment(client.create_experiment(tmp_path.name))
+    else:
+        from mlflow.protos.databricks_pb2 import INVALID_PARAMETER_VALUE
+
+        reason = "no"
+
+        def refuse(*_, **__):
+            raise mlflow.exceptions.MlflowException(reason, INVALID_PARAMETER_VALUE)
+
+        monkeypatch.setattr(mlflow.MlflowClient, "log_batch", refuse)
+    with opened(run, service) as process:
+        process.write((1, 2), 1.0)
+        wait_for(lambda: not process.delivery.thread.is_alive())
+        process.write((3,), 1.0)
+    lines = [
+        line for line in capsys.readouterr().err.splitlines() if " warning: " in line and "description" not in line
+    ]
+    assert [line[9:] for line in lines] == [
+        f"warning: MLflow will not accept the records of this run ({reason}); metrics.jsonl has them"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("ending", "status", "code"), [("finished", "FINISHED", 0), ("stopped", "KILLED", 1), ("failed", "FAILED", 1)]
+)
+def test_services_know_how_a_run_has_ended(tmp_path, ending, status, code):
+    mlflow = pytest.importorskip("mlflow")
+    pytest.importorskip("wandb")
+    for name in ("mlflow", "wandb"):
+        (folder := tmp_path / name).mkdir()
+        service, run = of_service(name, folder)
+        end = {"kind": "end", "step": 3, "timestamp_s": 1e9, "ending": ending, "problem": "the gradient was 0"}
+        with opened(run, service) as process:
+            process.write((1,), 1.0)
+            for sink in (process.jsonl, process.delivery):
+                sink.write(end | {"ending": "failed"})  # of a process that was resumed
+            process.write((2, 3), 1.0)
+            for sink in (process.jsonl, process.delivery):
+                sink.write(end)
+    client = mlflow.MlflowClient(f"sqlite:///{tmp_path / 'mlflow' / 'mlflow.db'}")
+    (found,) = client.search_runs([client.get_experiment_by_name("mlflow").experiment_id])
+    assert (found.info.status, found.data.tags["problem"]) == (status, "step 3, the gradient was 0")
+    (exit_code,) = [r.exit.exit_code for r in ended_wandb_run(tmp_path / "wandb") if r.HasField("exit")]
+    assert exit_code == code
+
+
+def test_mlflow_gets_many_records_in_one_request(tmp_path, monkeypatch):
+    mlflow = pytest.importorskip("mlflow")
+    service, run = of_service("mlflow", tmp_path)
+    requests, log_batch = [], mlflow.MlflowClient.log_batch
+
+    def count(self, run_id, metrics=(), params=(), tags=(), **others):
+        requests.append(len(metrics))
+        return log_batch(self, run_id, metrics, params, tags, **others)
+
+    monkeypatch.setattr(mlflow.MlflowClient, "log_batch", count)
+    process = Process(run, service)
+    for step in range(1, 501):  # before the delivery starts, as while a server is away
+        process.jsonl.write(record(step, 1.0) | {f"value_{i}": float(i) for i in range(9)})
+    process.delivery.write({})
+    process.close()
+    assert sum(requests) == 5000 and max(requests) == 1000 and len([number for number in requests if number]) == 5
+    curves, _ = read_mlflow(run.metrics.mlflow_tracking_uri, tmp_path.name)
+    assert curves == recorded(tmp_path)
+
+
+# ------------------------------------------------------------ the process of a package that is killed
+
+
+def kill_process_of_wandb():
+    """Kill W&B's own process, which is a child of this one."""
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            name, _, rest = path.read_text().rpartition(")")
+            state, parent = rest.split()[:2]
+            if "wandb-core" in name and int(parent) == os.getpid() and state != "Z":
+                os.kill(int(path.parent.name), signal.SIGKILL)
+                return
+    raise AssertionError("W&B has no process")
+
+
+def kill_when(condition):
+    while not condition():
+        time.sleep(0.001)
+    kill_process_of_wandb()
+
+
+@pytest.mark.parametrize("when", ["during the run", "during init", "at the end"])
+def test_the_process_of_wandb_may_be_killed(tmp_path, when, capsys):
+    pytest.importorskip("wandb")
+    service, run = of_service("wandb", tmp_path)
+    with opened(run, service) as process:
+        if when == "during init":
+            killer = threading.Thread(target=kill_when, args=(lambda: any(tmp_path.glob("wandb/offline-run-*")),))
+            killer.start()
+        process.write((1, 2), 1.0)
+        process.delivered()
+        if when != "during init":
+            kill_process_of_wandb()
+        if when == "during the run":
+            process.write((3, 4), 1.0)
+            process.delivered()
+    assert len(list(tmp_path.glob("wandb/offline-run-*"))) == 1, "neither empty folders nor old ones"
+    list(ended_wandb_run(tmp_path))
+    assert read_wandb(tmp_path)[0] == recorded(tmp_path)
+    assert capsys.readouterr().err.count("the process of its package has ended; a new history gets all records") == 1
 
 
 # ------------------------------------------------------------ a package that is absent

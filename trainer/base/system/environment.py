@@ -4,6 +4,8 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -17,11 +19,20 @@ def environment(repository: Path) -> dict[str, Any]:
         "git_commit": _git(repository, "rev-parse", "HEAD"),
         "git_clean": None if changes is None else changes == "",
         "python": platform.python_version(),
-        "packages": dict(sorted((d.metadata["Name"], d.version) for d in metadata.distributions())),
+        "packages": dict(sorted(_packages())),
         "platform": platform.platform(),
         "cpu": _cpu_name(),
         "cpu_count": os.cpu_count(),
     }
+
+
+def _packages() -> Iterator[tuple[str, str]]:
+    """Yield name and version of each installed package. An interrupted installation leaves folders without them."""
+    for distribution in metadata.distributions():
+        with suppress(Exception):  # metadata may be damaged in any way
+            name, version = distribution.metadata["Name"], distribution.version
+            if isinstance(name, str) and isinstance(version, str):
+                yield name, version
 
 
 def _git(repository: Path, *args: str) -> str | None:

@@ -1,5 +1,6 @@
 """Delivery of metrics.jsonl to sinks that are slow, may be away, or cannot remove records."""
 
+import itertools
 import json
 import threading
 import time
@@ -13,7 +14,7 @@ from trainer.base.system import console
 from trainer.base.system.files import atomic_write, digest, is_moved, read_json_object, require_regular
 from trainer.base.system.run_files import METRICS_FILE
 from trainer.base.system.spelling import first_line
-from trainer.run.sinks.sink import LoggedRun, Sink
+from trainer.run.sinks.sink import Ending, LoggedRun, Sink
 
 _CLOSE_S = 30.0
 """Maximum time that the end of a run waits for all services together."""
@@ -24,15 +25,28 @@ class HistoryLost(Exception):
     """A service no longer has the history whose id is in its state, for example because a user has deleted it."""
 
 
+class HistoryUnknown(Exception):
+    """It is unknown what a service has stored, for example because its own process was killed."""
+
+
+class Refused(Exception):
+    """A service will not accept the records of this run, however often they are sent. The message is its reason."""
+
+
 class Service:
     """Base class of the sinks of a Delivery, which calls the methods in a thread. They may raise any exception; the call is then
-    repeated. After HistoryLost, the service gets all records again, in a new history."""
+    repeated. After HistoryLost or HistoryUnknown, the service gets all records again, in a new history. After Refused, it gets no
+    more."""
 
     can_continue = False
     """Whether another process can append to the history. If not, it replaces the history by a complete one."""
+    most_records = 1
+    """Maximum number of records of one write."""
 
     def __init__(self, run: LoggedRun):
         self.run = run
+        self.ending = Ending.FINISHED
+        """How the run has ended, when the history is closed."""
         self.state: dict[str, Any] = {}
         """What another process needs to continue or to replace the history, such as its id. It is kept in the run folder."""
         self.history: Any = None
@@ -40,6 +54,19 @@ class Service:
 
     def write(self, record: dict[str, Any]) -> None:
         raise NotImplementedError
+
+    def write_all(self, records: Sequence[dict[str, Any]]) -> None:
+        """Write several records, if `most_records` allows it."""
+        for record in records:
+            self.write(record)
+
+    def description(self) -> dict[str, Any]:
+        """Return what the run is, or {} after a warning: metrics do not need it."""
+        try:
+            return self.run.description()
+        except Exception as error:  # a user may have changed the files
+            console.warning(f"{type(self).__name__} gets no description of the run ({first_line(error)})")
+            return {}
 
     def restart(self) -> None:
         """Remove or mark the history that `state` describes, because another one replaces it. The state is then cleared."""
@@ -66,27 +93,28 @@ class Backlog:
         """Continue after the first bytes, if they have this digest. None has the digest ""."""
         with self.lock:
             self.file: BinaryIO | None = None  # None: the digest must be compared
-            self.position, self.digest, self.line = position, delivered, b""
+            self.position, self.digest = position, delivered
+            self.lines: list[bytes] = []
 
     def rewind(self) -> None:
         with self.lock:
             self.file = None
 
-    def next_line(self) -> bytes | None:
-        """Return the next complete line (the same until `line` is emptied), b"" if there is none yet, and None if the service
-        must get all lines again."""
+    def next_lines(self, most: int) -> list[bytes] | None:
+        """Return the next complete lines, at most so many (the same until `lines` is emptied), and None if the service must
+        get all lines again."""
         with self.lock:
             if (self.file is None or is_moved(self.file)) and not self._open():
                 return None
-            if not self.line:
+            if not self.lines:
                 self.file.seek(self.position)
-                line = self.file.readline()
-                if line.endswith(b"\n"):
-                    self.line = line
-                    self.position += len(line)
-                    self.hash.update(line)
-                    self.digest = self.hash.hexdigest()
-            return self.line
+                lines = itertools.islice(self.file, most)
+                self.lines = [*itertools.takewhile(lambda line: line.endswith(b"\n"), lines)]
+                added = b"".join(self.lines)
+                self.position += len(added)
+                self.hash.update(added)
+                self.digest = self.hash.hexdigest()
+            return self.lines
 
     def _open(self) -> bool:
         require_regular(self.path)
@@ -157,6 +185,11 @@ class Delivery:
                     self._end()
                     return
                 retry_s = _FIRST_RETRY_S
+            except Refused as refusal:
+                console.warning(
+                    f"{self.name} will not accept the records of this run ({refusal}); {METRICS_FILE} has them"
+                )
+                return
             except Exception as error:  # of a package that this project does not know
                 self._prepare_retry(error)
                 if self.closing.wait(retry_s):
@@ -168,6 +201,9 @@ class Delivery:
             self.service.state.clear()
             self.backlog.reset(0, "")
             console.warning(f"{self.name}: {error}; a new history gets all records")
+        elif isinstance(error, HistoryUnknown):  # the old history, which the state names, is removed or marked
+            self.backlog.reset(0, "")
+            console.warning(f"{self.name}: {error}; a new history gets all records")
         elif not self.has_warned:
             console.warning(f"{self.name} cannot be written ({first_line(error)}); the run continues and tries again")
             self.has_warned = True
@@ -177,18 +213,20 @@ class Delivery:
         """Bring the service up to date with the file."""
         if self.saved is None:
             self._load_state()
-        line = None
-        while line != b"":
-            line = self.backlog.next_line()
-            if line is None:
+        lines = None
+        while lines != []:
+            lines = self.backlog.next_lines(self.service.most_records)
+            if lines is None:
                 self.service.restart()
                 self.service.state.clear()
                 self.backlog.reset(0, digest(b""))
                 self._save_state()
-            elif line:
+            elif lines:
                 self._save_state()  # first: if the process is killed now, it is unknown what the service has stored
-                self.service.write(json.loads(line))
-                self.backlog.line = b""
+                records = [*map(json.loads, lines)]
+                self.service.write_all(records)
+                self.service.ending = records[-1].get("ending", Ending.FINISHED)
+                self.backlog.lines = []
             if self.service.state != self.saved.get("service", {}):
                 self._save_state()
 

@@ -3,21 +3,28 @@
 import html
 import importlib.metadata
 import os
+import posixpath
 import re
 import shutil
 import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from trainer.base.config import ConfigError, MetricsConfig
 from trainer.base.config.packages import require_package
 from trainer.base.system import console
 from trainer.base.system.spelling import first_line
-from trainer.run.sinks.delivery import HistoryLost, Service
-from trainer.run.sinks.sink import scalars, texts, timestamp_s
+from trainer.run.sinks.delivery import HistoryLost, HistoryUnknown, Refused, Service
+from trainer.run.sinks.sink import Ending, scalars, texts, timestamp_s
 
 _UNUSABLE_RUN = ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE")
 """Error codes of MLflow for a run that is unknown, deleted, or whose id has the form of another server."""
 _NO_KEY = "no API key: run `wandb login`, or set WANDB_API_KEY or WANDB_MODE=offline"
+_WILL_NOT = re.compile(r"\b(400|401|403|404|409|422)\b|not found|permission denied|invalid", re.IGNORECASE)
+"""Pattern of W&B's errors after which another attempt would have the same result."""
+_MLFLOW_METRICS = 1000
+"""Maximum number of values in one request to MLflow."""
 _MLFLOW_SCHEMES = {
     *("http", "https", "file", "databricks", "databricks-uc", "uc"),
     *("sqlite", "postgresql", "mysql", "mssql"),  # of its databases
@@ -26,8 +33,13 @@ _MLFLOW_SCHEMES = {
 
 def require_access(metrics: MetricsConfig) -> None:
     """Raise ConfigError if a service would refuse the records, as far as this is known without a connection."""
-    if "wandb" in metrics.sinks and not _may_log_in():
-        raise ConfigError("metrics.sinks", f"wandb has {_NO_KEY}")
+    if "wandb" in metrics.sinks:
+        _check_wandb(metrics)
+    for name in ("mlflow", "trackio"):
+        if name in metrics.sinks:
+            require_package(name, "metrics.sinks")
+    if "mlflow" in metrics.sinks:
+        _check_names_of_mlflow(metrics)
     uri = metrics.mlflow_tracking_uri or os.environ.get("MLFLOW_TRACKING_URI", "")
     scheme = re.match(r"([\w-]+)(?:\+\w+)?:", uri)
     plugins = (plugin.name for plugin in importlib.metadata.entry_points(group="mlflow.tracking_store"))
@@ -37,6 +49,37 @@ def require_access(metrics: MetricsConfig) -> None:
         )
         message = "is no scheme that MLflow knows; expected http://, https:// or a database such as sqlite:///"
         raise ConfigError(key, f"{origin}{scheme[1]}: {message}")
+
+
+def _check_wandb(metrics: MetricsConfig) -> None:
+    """Raise ConfigError if W&B's own checks refuse a name, or if there is no key."""
+    wandb = require_package("wandb", "metrics.sinks")
+    for name, key in (("project", "project"), ("tags", "run_tags"), ("notes", "run_notes"), ("entity", "entity")):
+        try:
+            wandb.Settings(silent=True, **{key: getattr(metrics, name) or None})
+        except (wandb.errors.UsageError, ValueError) as error:
+            problems = error.errors() if hasattr(error, "errors") else [{"msg": str(error)}]
+            raise ConfigError(f"metrics.{name}", f"W&B refuses it: {problems[0]['msg']}") from None
+    if not _may_log_in():
+        raise ConfigError("metrics.sinks", f"wandb has {_NO_KEY}")
+
+
+def _check_names_of_mlflow(metrics: MetricsConfig) -> None:
+    for tag in metrics.tags:
+        if tag != _name_for_mlflow(tag):
+            message = (
+                f"{tag[:80]!r}: a tag of MLflow has at most 250 letters, digits and characters of _-./: and spaces"
+            )
+            raise ConfigError("metrics.tags", message)
+    if len(metrics.project) > 500:
+        raise ConfigError("metrics.project", "the name of an experiment of MLflow has at most 500 characters")
+
+
+def _name_for_mlflow(name: str) -> str:
+    """Return a name that MLflow accepts for a parameter or a tag."""
+    # It treats names as paths, which must not lead elsewhere.
+    name = posixpath.normpath(re.sub(r"[^/\w.\- :]", "_", name)).lstrip("/.")[:250]
+    return name or "_"
 
 
 def _may_log_in() -> bool:
@@ -59,7 +102,30 @@ class Wandb(Service):
         shown = {
             name: wandb.Html(f"<pre>{html.escape(text)}</pre>", inject=False) for name, text in texts(record).items()
         }
-        self.history.log({"step": record["step"], "time": timestamp_s(record), **scalars(record), **shown})
+        with self._own_process():
+            self.history.log({"step": record["step"], "time": timestamp_s(record), **scalars(record), **shown})
+
+    def close(self) -> None:
+        history, self.history = self.history, None
+        if history is not None:
+            with self._own_process():
+                history.finish(exit_code=int(self.ending != Ending.FINISHED))
+
+    @contextmanager
+    def _own_process(self) -> Iterator[None]:
+        """Context manager that notices the end of W&B's own process. What it had stored is then unknown. The package
+        raises errors of several internal types then, and none of its public ones."""
+        import wandb
+
+        try:
+            yield
+        except (wandb.Error, ValueError):
+            raise
+        except Exception:
+            self.history = None
+            with suppress(Exception):  # otherwise the package goes on to send to the process that has ended
+                wandb.teardown()
+            raise HistoryUnknown("the process of its package has ended") from None
 
     def restart(self) -> None:
         """Delete a run that was written offline; give any other the tag "replaced". The next one has another id."""
@@ -77,11 +143,36 @@ class Wandb(Service):
     def _open(self, *tags: str) -> Any:
         import wandb
 
-        metrics = self.run.metrics
         if not _may_log_in():
-            raise RuntimeError(_NO_KEY)
+            raise Refused(_NO_KEY)
+        before, is_new = set(self.run.folder.glob("wandb/*run-*")), not self.state
         try:
-            history = wandb.init(
+            history = self._init(*tags)
+        except Exception as error:
+            for folder in set(self.run.folder.glob("wandb/*run-*")) - before:  # it would be empty
+                shutil.rmtree(folder, ignore_errors=True)
+            if is_new:
+                self.state.clear()
+            if isinstance(error, wandb.errors.UsageError | wandb.errors.AuthenticationError | ValueError):
+                raise Refused(first_line(error)) from error
+            if isinstance(error, wandb.Error) and "previously created and deleted" in str(error):
+                raise HistoryLost(f"the run {self.state['id']} was deleted") from error
+            if isinstance(error, wandb.errors.CommError) and _WILL_NOT.search(str(error)):
+                raise Refused(first_line(error)) from error
+            raise
+        history.config.update(self.description(), allow_val_change=True)
+        history.define_metric("*", step_metric="step")
+        self.can_continue = not history.offline  # a second offline folder would not be appended to the first
+        if not history.offline:
+            console.info(f"wandb: {history.url}")
+        return history
+
+    def _init(self, *tags: str) -> Any:
+        import wandb
+
+        metrics = self.run.metrics
+        with self._own_process():
+            return wandb.init(
                 project=metrics.project,
                 entity=metrics.entity or None,
                 name=self.run.title,
@@ -92,32 +183,33 @@ class Wandb(Service):
                 dir=self.run.folder,
                 settings=wandb.Settings(silent=True, console="off", init_timeout=30, finish_timeout=30),  # seconds
             )
-        except wandb.Error as error:
-            if "previously created and deleted" in str(error):
-                raise HistoryLost(f"the run {self.state['id']} was deleted") from error
-            raise
-        history.config.update(self.run.description(), allow_val_change=True)
-        history.define_metric("*", step_metric="step")
-        self.can_continue = not history.offline  # a second offline folder would not be appended to the first
-        if not history.offline:
-            console.info(f"wandb: {history.url}")
-        return history
 
 
 class MLflow(Service):
     """A run of MLflow, on a tracking server or in a database. `history` is the client."""
 
     can_continue = True
+    most_records = 200
 
-    def write(self, record: dict[str, Any]) -> None:
+    def write_all(self, records: Sequence[dict[str, Any]]) -> None:
         from mlflow.entities import Metric, RunTag
 
         # If a request is repeated, because its answer was lost, the server recognizes values of the same time.
-        time_ms = int(1000 * timestamp_s(record))
-        values = [Metric(key, value, time_ms, record["step"]) for key, value in scalars(record).items()]
+        values = [
+            Metric(key, value, int(1000 * timestamp_s(record)), record["step"])
+            for record in records
+            for key, value in scalars(record).items()
+        ]
         # Tags, because a run's files may belong to a folder that does not exist here. They show the newest texts.
-        tags = [RunTag(name, f"step {record['step']}, {text}"[:5000]) for name, text in texts(record).items()]
-        self._change_run("log_batch", metrics=values, tags=tags)
+        newest = {
+            _name_for_mlflow(name): f"step {record['step']}, {text}"[:5000]
+            for record in records
+            for name, text in texts(record).items()
+        }
+        tags = [RunTag(name, text) for name, text in newest.items()]
+        for start in range(0, max(len(values), len(tags), 1), _MLFLOW_METRICS):
+            part = tags[start // 10 : (start + _MLFLOW_METRICS) // 10]  # MLflow's limits: 1,000 values and 100 tags
+            self._change_run("log_batch", metrics=values[start : start + _MLFLOW_METRICS], tags=part)
 
     def restart(self) -> None:
         """Mark the run as deleted: its values cannot be removed."""
@@ -127,13 +219,29 @@ class MLflow(Service):
 
     def close(self) -> None:
         if self.state:
-            self._change_run("set_terminated")
+            status = {Ending.FINISHED: "FINISHED", Ending.STOPPED: "KILLED", Ending.FAILED: "FAILED"}
+            self._change_run("set_terminated", status=status[self.ending])
 
     def _change_run(self, request: str, **content: Any) -> None:
         """Send a request about the run. After an error, the next one opens the run again, and finds out if it is deleted."""
         client, self.history = self.history or self._open(), None
-        getattr(client, request)(self.state["id"], **content)
+        with self._refusals(client):
+            getattr(client, request)(self.state["id"], **content)
         self.history = client
+
+    @contextmanager
+    def _refusals(self, client: Any) -> Iterator[None]:
+        """Context manager that tells a refusal of the server from its absence, and from a run that is deleted."""
+        from mlflow.exceptions import MlflowException
+
+        try:
+            yield
+        except MlflowException as error:
+            if not 400 <= error.get_http_status_code() < 500 or error.get_http_status_code() in (408, 429):
+                raise
+            if self.state and not self._is_active(client):
+                raise HistoryLost(f"the run {self.state['id']} is deleted or unknown") from error
+            raise Refused(first_line(error)) from error
 
     def _connect(self) -> Any:
         # Otherwise a request to a server that is away lasts for minutes. The Delivery repeats it.
@@ -155,17 +263,25 @@ class MLflow(Service):
             return False
 
     def _open(self) -> Any:
+        from mlflow.exceptions import MlflowException
+
         client, metrics = self._connect(), self.run.metrics
         if not self.state:
-            experiment = client.get_experiment_by_name(metrics.project)
-            experiment_id = experiment.experiment_id if experiment else client.create_experiment(metrics.project)
             tags = {**dict.fromkeys(metrics.tags, "true"), "mlflow.note.content": metrics.notes}
-            self.state["id"] = client.create_run(experiment_id, run_name=self.run.title, tags=tags).info.run_id
+            with self._refusals(client):
+                experiment = client.get_experiment_by_name(metrics.project)
+                if experiment and experiment.lifecycle_stage == "deleted":
+                    raise Refused(f"its experiment {metrics.project} is deleted; restore it, or set metrics.project")
+                experiment_id = experiment.experiment_id if experiment else client.create_experiment(metrics.project)
+                self.state["id"] = client.create_run(experiment_id, run_name=self.run.title, tags=tags).info.run_id
         elif self._is_active(client):
             client.update_run(self.state["id"], status="RUNNING")
         else:
             raise HistoryLost(f"the run {self.state['id']} is deleted or unknown")
-        self._describe(client)
+        try:
+            self._describe(client)
+        except MlflowException as error:  # metrics do not need it
+            console.warning(f"MLflow has not taken the description of the run ({first_line(error)})")
         return client
 
     def _describe(self, client: Any) -> None:
@@ -173,9 +289,9 @@ class MLflow(Service):
         from mlflow.entities import Param, RunTag
 
         old = client.get_run(self.state["id"]).data.params
-        new = list(_flat(self.run.description()).items())
-        for start in range(0, len(new), 100):  # MLflow's limits: of a request, and below of a name and a text
-            part = [(key[:250], str(value)[:6000]) for key, value in new[start : start + 100]]
+        new = {_name_for_mlflow(key): str(value)[:6000] for key, value in _flat(self.description()).items()}
+        for start in range(0, len(new), 100):  # MLflow's limit of a request, and above of a text
+            part = [*new.items()][start : start + 100]
             added = [Param(key, value) for key, value in part if key not in old]
             changed = [RunTag(key, value) for key, value in part if old.get(key, value) != value]
             client.log_batch(self.state["id"], params=added, tags=changed)
@@ -208,7 +324,7 @@ class Trackio(Service):
         history = trackio.init(
             metrics.project,
             self.run.title,
-            config=self.run.description() | {"tags": list(metrics.tags), "notes": metrics.notes},
+            config=self.description() | {"tags": list(metrics.tags), "notes": metrics.notes},
             resume="never",
             auto_log_cpu=False,
             auto_log_gpu=False,
