@@ -15,11 +15,12 @@ from trainer.base.config.pretrained import is_from_pretrained
 from trainer.base.config.schema.config import Config
 from trainer.base.config.toml_text import toml_value
 from trainer.base.system.run_files import CONFIG_FILE
+from trainer.base.system.streams import without_credentials
 
 
 def to_toml(config: Config, show_origins: bool = False) -> str:
-    """Return the configuration as TOML, including defaults. Loading this text with load_config returns an equal configuration.
-    show_origins: whether comments name the values that come from [model] pretrained."""
+    """Return the configuration as TOML, including defaults. Loading this text with load_config returns an equal configuration,
+    without the credentials in URLs. show_origins: whether comments name the values that come from [model] pretrained."""
     lines = []
     omitted = {"training.steps"} if config.training.epochs is not None else set()  # a file has one of the two
     for section, members in groupby(settings().values(), attrgetter("section")):
@@ -29,7 +30,7 @@ def to_toml(config: Config, show_origins: bool = False) -> str:
             if s.key not in omitted
         ]
         lines += [f"[{section}]", *entries, ""]
-    return "\n".join(lines)
+    return without_credentials("\n".join(lines))
 
 
 def _comment(config: Config, setting: Setting, show_origins: bool) -> str:
@@ -38,8 +39,9 @@ def _comment(config: Config, setting: Setting, show_origins: bool) -> str:
 
 
 def setting_texts(text: str, file: Path) -> dict[str, str]:
-    """Return "section.key" -> value of each setting of a TOML configuration. Raises ConfigError, about `file`, if it is not
-    valid TOML."""
+    """Return "section.key" -> value of each setting of a TOML configuration, without credentials. Raises ConfigError, about
+    `file`, if it is not valid TOML."""
+    text = without_credentials(text)
     try:
         return {f"{s}.{k}": toml_value(v) for s, section in tomli.loads(text).items() for k, v in section.items()}
     except (tomli.TOMLDecodeError, AttributeError, RecursionError):

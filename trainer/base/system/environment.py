@@ -10,12 +10,14 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from trainer.base.system.streams import without_credentials
+
 
 def environment(repository: Path) -> dict[str, Any]:
     """Return the command line, git commit, packages, platform and CPU. repository: root folder of the code."""
     changes = _git(repository, "status", "--porcelain")
     return {
-        "command": sys.orig_argv,
+        "command": [without_credentials(word) for word in sys.orig_argv],
         "git_commit": _git(repository, "rev-parse", "HEAD"),
         "git_clean": None if changes is None else changes == "",
         "python": platform.python_version(),

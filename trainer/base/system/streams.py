@@ -2,6 +2,7 @@
 
 import io
 import os
+import re
 import sys
 from contextlib import suppress
 from typing import Any, TextIO
@@ -10,6 +11,14 @@ MAX_LINE = 2000
 """Maximum number of characters of a line of a message. A message may repeat a value of any length."""
 STDOUT = "stdout"
 """File name in an OSError about stdout."""
+
+
+_IN_ADDRESS = re.compile(r"(?<=://)(?:[^/\s\"'?#]+|[^/\s\"'@:]+:(?!\d+/)[^\s\"']+)@")
+"""User and password in a URL. A password that is not encoded may contain any character."""
+_IN_QUERY = re.compile(
+    r"([?&;](?:[\w.-]*(?:token|key|password|passwd|pwd|secret|signature|sig|credential)[\w.-]*)=)[^&;\s\"'#]+",
+    re.IGNORECASE,
+)
 
 
 def printable(text: str, kept: str = "") -> str:
@@ -28,9 +37,16 @@ def shorten(text: str) -> str:
     return text if len(text) <= MAX_LINE else f"{text[:half]} ... {text[-half:]}"
 
 
+def without_credentials(text: str) -> str:
+    """Return a text without user names, passwords and keys in its URLs. Text that leaves the process passes through this
+    function: messages, the records of settings and command lines, and what services get."""
+    return _IN_QUERY.sub(r"\1...", _IN_ADDRESS.sub("...@", text))
+
+
 def presentable(text: str) -> str:
-    """Return a message whose lines are printable and short, so that a value in it can neither control nor fill the console."""
-    return "\n".join(shorten(printable(line)) for line in text.split("\n"))
+    """Return a message whose lines are printable and short, so that a value in it can neither control nor fill the console.
+    It has no credentials."""
+    return "\n".join(shorten(printable(line)) for line in without_credentials(text).split("\n"))
 
 
 class ClosedStream(io.TextIOWrapper):

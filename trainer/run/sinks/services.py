@@ -181,7 +181,10 @@ class Wandb(Service):
                 id=self.state.setdefault("id", uuid.uuid4().hex),
                 resume="allow",
                 dir=self.run.folder,
-                settings=wandb.Settings(silent=True, console="off", init_timeout=30, finish_timeout=30),  # seconds
+                # Its own metadata would contain the command line, with credentials. Timeouts are in seconds.
+                settings=wandb.Settings(
+                    silent=True, console="off", x_disable_meta=True, init_timeout=30, finish_timeout=30
+                ),
             )
 
 

@@ -1,7 +1,6 @@
 """A run as its folder describes it: records, configuration, environment, and the command that repeats it."""
 
 import os
-import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -25,6 +24,7 @@ from trainer.base.system.run_files import (
     parse_step,
     step_of,
 )
+from trainer.base.system.streams import without_credentials
 from trainer.tools.report.records import Records, read_records
 
 FILES = (METRICS_FILE, CONFIG_FILE, ENVIRONMENT_FILE)
@@ -74,7 +74,7 @@ class Run:
         """Return the command line that started the run's first rank, or ""."""
         words = self.environment.get("command")
         is_list = isinstance(words, list) and all(isinstance(word, str) for word in words)
-        return without_passwords(shlex.join(words)) if is_list else ""
+        return without_credentials(shlex.join(words)) if is_list else ""
 
     def changed_settings(self) -> list[tuple[str, str, str]]:
         """Return (setting, default, value) of the settings that differ from the defaults of this version."""
@@ -93,11 +93,6 @@ def differing(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
     return [(key, row) for key, row in rows if len(set(row)) > 1 and key not in ("run.name", "run.output_folder")]
 
 
-def without_passwords(text: str) -> str:
-    """Replace user names and passwords in URLs, because a page is passed on."""
-    return re.sub(r"(?<=://)[^/\s\"'@]+@", "...@", text)
-
-
 def read_run(folder: Path, label: str, marked: int = 0) -> Run:
     """Read what the folder of a run contains. Files that are missing or damaged become `problems`. marked: see Run."""
     run = Run(folder, label, marked=marked)
@@ -107,9 +102,7 @@ def read_run(folder: Path, label: str, marked: int = 0) -> Run:
         run.problems.append(f"{METRICS_FILE} cannot be read ({error.strerror})")
     try:
         text = read_limited(folder / CONFIG_FILE, LARGEST_CONFIG).decode()
-        run.settings = {
-            key: without_passwords(value) for key, value in setting_texts(text, folder / CONFIG_FILE).items()
-        }
+        run.settings = setting_texts(text, folder / CONFIG_FILE)
     except (OSError, ValueError, ConfigError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is no configuration"
         run.problems.append(f"{CONFIG_FILE} cannot be read ({reason})")
