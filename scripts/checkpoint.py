@@ -45,6 +45,7 @@ from trainer.base.system.files import folder_error
 from trainer.base.system.paths import split_best
 from trainer.base.system.run_files import CHECKPOINTS, STATE_FILE, parse_step
 from trainer.base.system.spelling import counted
+from trainer.base.system.streams import line_stream
 from trainer.checkpoint import manifest
 from trainer.checkpoint.manifest import CorruptError
 from trainer.checkpoint.resume import LARGEST_STATE, check_train_state
@@ -87,7 +88,7 @@ def print_list(checkpoints: list[Path]) -> Iterator[bool]:
 
 
 def verify(checkpoints: list[Path]) -> Iterator[bool]:
-    for checkpoint in tqdm(checkpoints, unit="checkpoint", disable=None):
+    for checkpoint in tqdm(checkpoints, unit="checkpoint", disable=None, file=line_stream(sys.stderr)):
         problem = manifest.find_damage(checkpoint)
         if not problem and parse_step(checkpoint.name) is not None and (checkpoint / STATE_FILE).exists():
             problem = check_train_state(checkpoint)

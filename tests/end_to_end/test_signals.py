@@ -1,7 +1,9 @@
 """Signals, suspensions and closed streams, as a terminal, a scheduler or a parent process causes them."""
 
 import contextlib
+import fcntl
 import os
+import pty
 import re
 import signal
 import subprocess
@@ -28,7 +30,7 @@ def start(tiny, tmp_path):
     that its parent ignores."""
     started = []
 
-    def start_run(ranks, *options, ignored=(), **variables):
+    def start_run(ranks, *options, ignored=(), streams=None, **variables):
         def choose():
             for number in ignored:
                 signal.signal(number, signal.SIG_IGN)
@@ -36,7 +38,7 @@ def start(tiny, tmp_path):
         command = [SCRIPT, *tiny, "--training.steps", "1000000", "--run.output_folder", str(tmp_path), *options]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         variables = environment(NGPU=str(ranks), **variables)
-        process = subprocess.Popen(command, env=variables, preexec_fn=choose, **pipes)
+        process = subprocess.Popen(command, env=variables, preexec_fn=choose, **(streams or pipes))
         started.append(process)
         return process
 
@@ -117,6 +119,52 @@ def test_a_run_with_saves_and_evaluations_is_suspended_repeatedly(start, tmp_pat
         await_step(process)
     process.terminate()
     assert_saved_and_stopped(process, tmp_path / "tiny")
+
+
+@pytest.mark.parametrize("console", ["terminal", "pipe"])
+def test_a_paused_console_stops_neither_steps_nor_the_save_after_a_stop_request(start, tmp_path, console):
+    """Its reader pauses for longer than the time limits: Ctrl-S, a pager, a stalled connection."""
+    reader, writer = pty.openpty() if console == "terminal" else os.pipe()
+    if console == "pipe":
+        fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)
+    options = ["--resilience.hang_timeout_s", "4", "--distributed.timeout_s", "5", "--metrics.interval_steps", "1"]
+    process = start(
+        2 if console == "terminal" else 1,
+        *options,
+        streams={"stdout": writer, "stderr": writer, "stdin": subprocess.DEVNULL},
+    )
+    os.close(writer)
+    shown = b""
+    while b"step  " not in shown and b"| loss" not in shown:
+        shown += os.read(reader, 4096)
+    folder = tmp_path / "tiny"
+
+    def steps():
+        return len(records(folder)) if (folder / "metrics.jsonl").exists() else 0
+
+    paused_at, before = time.monotonic(), 0
+    while time.monotonic() - paused_at < 9 or before < 330:  # more lines than are kept
+        assert process.poll() is None
+        time.sleep(1)
+        now = steps()
+        assert now > before, "no step while the console is paused"
+        before = now
+    if console == "pipe":  # the reader continues
+        while b"lines are not shown, because the console was paused; the log file has them" not in shown:
+            shown += os.read(reader, 4096)
+    process.terminate()
+    if console == "pipe":
+        with contextlib.suppress(OSError):
+            while part := os.read(reader, 4096):
+                shown += part
+        assert b"checkpoint saved" in shown
+    assert process.wait(60) == 0
+    log = (folder / "log.txt").read_text()
+    assert (
+        log.count("| loss ") == len(records(folder)) and "(checkpoint saved); rerun the same command to resume" in log
+    )
+    assert max((folder / "checkpoints").iterdir()).name == f"step-{records(folder)[-1]['step']:08}"
+    os.close(reader)
 
 
 MEMBERS = {

@@ -16,7 +16,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from trainer.base.system.files import require_regular
-from trainer.base.system.streams import presentable, print_line
+from trainer.base.system.streams import line_stream, presentable, print_line
 from trainer.base.system.units import duration
 
 LOGGER = logging.getLogger("meshwright")
@@ -195,5 +195,11 @@ def progress(total: int | None, unit: str, desc: str, is_bound: bool = False) ->
         return _ProgressLines(total, unit, desc, is_bound)
     tqdm.set_lock(_LOCK)
     # Without smoothing, the remaining time follows from the mean rate: units may take different times.
-    options = {"unit_scale": True, "smoothing": 0, "disable": not _is_logging_rank(), "leave": False}
+    options = {
+        "file": line_stream(sys.stderr),
+        "unit_scale": True,
+        "smoothing": 0,
+        "disable": not _is_logging_rank(),
+        "leave": False,
+    }
     return tqdm(total=total, unit=unit, desc=desc, **options)

@@ -1,9 +1,14 @@
 """Standard streams that a process can rely on, whatever its parent process passed to it, and the form of messages on them."""
 
+import atexit
 import io
 import os
+import queue
 import re
+import stat
 import sys
+import threading
+import time
 from contextlib import suppress
 from typing import Any, TextIO
 
@@ -102,17 +107,129 @@ def name_stdout_in_errors() -> None:
 
 
 def flush_standard_streams() -> None:
-    """Write what the streams hold back. A full disk or a reader that has exited must not fail a complete run."""
+    """Write what the streams hold back. A full disk, or a reader that has exited or is paused, must not fail a complete run."""
+    for writer in list(_WRITERS.values()):
+        writer.wait(_LAST_LINES_S)
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):
-            stream.flush()
+            if _descriptor(stream) not in _WRITERS or _WRITERS[_descriptor(stream)].is_idle:
+                stream.flush()
 
 
 def print_line(text: str, stream: TextIO) -> None:
-    """Print a line, or several. A full disk, a reader that has exited or a closed terminal must not stop a run."""
-    with suppress(OSError):
-        # In one call: unbuffered, each is a write, between which another process may write.
-        print(f"{text}\n", end="", file=stream, flush=True)
+    """Print a line, or several. A full disk, a reader that has exited, or a terminal that is closed or paused stops no run."""
+    # In one call: unbuffered, each is a write, between which another process may write.
+    line_stream(stream).write(f"{text}\n")
+
+
+def line_stream(stream: TextIO) -> "TextIO | QueuedStream":
+    """Return a stream that writes to another one, which may be paused (by Ctrl-S, a pager or a stalled connection)."""
+    descriptor = _descriptor(stream)
+    if descriptor is None:
+        return QueuedStream(stream, None)
+    if descriptor not in _WRITERS:
+        _WRITERS[descriptor] = _Writer()
+    return QueuedStream(stream, _WRITERS[descriptor])
+
+
+def _descriptor(stream: TextIO) -> int | None:
+    """Return the descriptor of a stream that another process may pause, or None: files are written at once."""
+    try:
+        descriptor = stream.fileno()
+        mode = os.fstat(descriptor).st_mode
+    except (OSError, ValueError, AttributeError):
+        return None
+    return None if stat.S_ISREG(mode) else descriptor
+
+
+class QueuedStream:
+    """A stream whose text is written by a thread, unless `writer` is None, so that a paused reader does not stop this one."""
+
+    def __init__(self, stream: TextIO, writer: "_Writer | None"):
+        self.stream, self.writer = stream, writer
+        self.encoding = getattr(stream, "encoding", None)
+
+    def write(self, text: str) -> int:
+        if self.writer is None:
+            _write(self.stream, text)
+        else:
+            self.writer.write(self.stream, text)
+        return len(text)
+
+    def flush(self) -> None:
+        pass  # each text is flushed
+
+    def isatty(self) -> bool:
+        return self.stream.isatty()
+
+    def fileno(self) -> int:
+        return self.stream.fileno()
+
+
+class _Writer:
+    """A thread that writes texts in their order. While it waits for the reader, texts are kept, up to a limit, and then dropped.
+
+    A signal handler may write while the interrupted code does, so no lock is used: SimpleQueue and the numbers need none.
+    """
+
+    def __init__(self) -> None:
+        self.queue: queue.SimpleQueue[tuple[TextIO, str]] = queue.SimpleQueue()
+        self.put = self.written = self.dropped = 0
+        self.is_paused = False
+        self.thread: threading.Thread | None = None
+
+    @property
+    def is_idle(self) -> bool:
+        return self.written >= self.put
+
+    def write(self, stream: TextIO, text: str) -> None:
+        """Write a text. The caller waits until it is written, as long as the reader is not paused."""
+        if self.is_idle:
+            self.is_paused = False
+        if self.put - self.written >= _MOST_TEXTS:
+            self.dropped += 1
+            return
+        self.queue.put((stream, text))
+        self.put += 1
+        if self.thread is None or not self.thread.is_alive():
+            self.thread = threading.Thread(target=self._run, name="console", daemon=True)
+            self.thread.start()
+        if not self.is_paused:
+            self.is_paused = not self.wait(_PAUSED_S)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until all texts are written, and return whether they are."""
+        end = time.monotonic() + timeout_s
+        while not self.is_idle and time.monotonic() < end:
+            time.sleep(_POLL_S)
+        return self.is_idle
+
+    def _run(self) -> None:
+        while True:
+            stream, text = self.queue.get()
+            if dropped := self.dropped:
+                self.dropped -= dropped
+                text = f"({dropped} lines are not shown, because the console was paused; the log file has them)\n{text}"
+            _write(stream, text)
+            self.written += 1
+
+
+def _write(stream: TextIO, text: str) -> None:
+    with suppress(OSError, ValueError):  # the stream may be closed
+        stream.write(text)
+        stream.flush()
+
+
+_WRITERS: dict[int, _Writer] = {}
+"""Descriptor -> its writer."""
+_MOST_TEXTS = 256
+"""Maximum number of texts that wait for a reader."""
+_PAUSED_S, _POLL_S = 1.0, 0.0002
+"""Seconds after which a reader counts as paused, and between two looks whether a text is written."""
+_LAST_LINES_S = 5.0
+"""Seconds that the end of a process waits for a paused reader."""
+os.register_at_fork(after_in_child=_WRITERS.clear)  # a child has no threads
+atexit.register(flush_standard_streams)
 
 
 def print_error(text: str) -> None:
