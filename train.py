@@ -1,5 +1,10 @@
 """Train a language model: python train.py --config train_configs/debug.toml [--section.key value ...]"""
 
+import os
+import sys
+
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # absent with python -P
+
 from trainer.base.system.dependencies import require_dependencies
 from trainer.base.system.signals import SignalListener, end_before_training, end_silently
 from trainer.base.system.streams import flush_standard_streams, open_standard_streams
@@ -11,8 +16,6 @@ if __name__ == "__main__":  # before the other imports, during which signals arr
 
 import faulthandler
 import gc
-import os
-import sys
 from functools import partial
 from typing import NoReturn
 

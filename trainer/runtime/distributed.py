@@ -22,7 +22,7 @@ from trainer.base.system.spelling import first_line
 from trainer.base.system.streams import print_error
 from trainer.runtime import device as devices
 from trainer.runtime.collectives import lift_torch_limit, limit_collectives
-from trainer.runtime.rendezvous import connect, wait_for_all
+from trainer.runtime.rendezvous import check_network_devices, connect, wait_for_all
 
 T = TypeVar("T")
 
@@ -67,6 +67,7 @@ def init_process_group(config: DistributedConfig, device: torch.device) -> None:
         _require_usable_group(devices.communication_backend(device))
         return
     _allow_more_connections()
+    check_network_devices(needs_loopback=world_size() == devices.local_world_size())
     store = _create_store(config.init_timeout_s)
     rank = int(os.environ.get("RANK", "0"))
     announces = rank == 0 and world_size() > 1
@@ -137,6 +138,10 @@ def shutdown() -> None:
 def print_once_per_node(line: str) -> None:
     """Print a line on stderr once per node, even if several ranks of the node call this function with the same error."""
     console.record_in_file(line)
+    if not dist.is_initialized():  # each rank of a node finds the same error
+        if local_rank() == 0:
+            print_error(line)
+        return
     with suppress(*_STORE_LOST):  # the rank that hosted the store has reported the error and ended
         _store().set("failed", "")  # so that ranks that lose the connection to this one stay silent
         if _store().add(f"reported/{node_id()}", 1) == 1:

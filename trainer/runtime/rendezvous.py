@@ -1,6 +1,10 @@
 """Waiting for the other nodes or ranks of a run. A process that waits for long says so once."""
 
+import fcntl
+import os
 import socket
+import struct
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -9,12 +13,47 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from trainer.base.config import ConfigError
 from trainer.base.system.clock import RunningClock
 from trainer.base.system.console import announce
+from trainer.base.system.spelling import did_you_mean
 
 LOOPBACK = "127.0.0.1"
+_GET_FLAGS = 0x8913
+"""Linux's request SIOCGIFFLAGS for the flags of a network device, of which the lowest bit is set while it is up."""
 SILENCE_S = 5.0
 """Seconds after which a process says for whom it waits."""
+
+
+def check_network_devices(needs_loopback: bool) -> None:
+    """Raise ConfigError if a network device that the ranks would use does not exist, or is down.
+
+    needs_loopback: whether all ranks are on this node, so that they reach each other through its loopback device.
+    """
+    variable = "GLOO_SOCKET_IFNAME"
+    existing = [name for _, name in socket.if_nameindex()]
+    chosen = [name for name in os.environ.get(variable, "").split(",") if name]
+    loopback = [name for name in ("lo", "lo0") if name in existing][:1] if needs_loopback else []
+    for name in dict.fromkeys([*loopback, *chosen]):
+        origin = f"{variable}={','.join(chosen)}: " if name in chosen else ""
+        if name not in existing:
+            hint = did_you_mean(name, existing)
+            raise ConfigError("", f"{origin}this node has no network device {name}, but {', '.join(existing)}{hint}")
+        if not _is_up(name):
+            message = f"{origin}the network device {name} of this node is down"
+            raise ConfigError("", f"{message}; an administrator can start it with: ip link set {name} up")
+
+
+def _is_up(device: str) -> bool:
+    """Return whether a network device is up, as far as the system tells."""
+    if sys.platform != "linux":
+        return True
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        request = struct.pack("16s16x", device.encode()[:15])
+        try:
+            return bool(struct.unpack_from("H", fcntl.ioctl(any_socket, _GET_FLAGS, request), 16)[0] & 1)
+        except OSError:
+            return True
 
 
 def connect(address: str, port: int, first: str, timeout_s: float, **options: bool) -> dist.TCPStore:
@@ -132,8 +171,9 @@ def wait_for_nodes(address: str, port: int, node: int, nodes: int, timeout_s: fl
 def host_on_loopback(port: int) -> dist.TCPStore:
     """Return a store that only processes of this machine can reach. torchrun uses the same store.
 
-    port: 0 means any free port. Raises OSError if the port cannot be used.
+    port: 0 means any free port. Raises OSError if the port cannot be used, and ConfigError if the loopback device cannot.
     """
+    check_network_devices(needs_loopback=True)
     listener = socket.create_server((LOOPBACK, port))
     # By default, TCPStore would listen on all interfaces.
     options = {"multi_tenant": True, "master_listen_fd": listener.fileno()}

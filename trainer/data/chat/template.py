@@ -72,7 +72,10 @@ class ChatTemplate:
 
     def _start(self) -> tuple[list[str], list[str]]:
         """Start the process that renders the template. Return the names of its variables and its constant strings."""
-        command = [sys.executable, "-m", sandbox.__name__, str(self._cpu_s), str(self._memory_mib)]
+        # With PYTHONSAFEPATH, `-m` would not search the current folder.
+        run = f"runpy.run_module({sandbox.__name__!r}, run_name='__main__')"
+        code = f"import runpy, sys; sys.path.insert(0, {str(_ROOT)!r}); {run}"
+        command = [sys.executable, "-c", code, str(self._cpu_s), str(self._memory_mib)]
         self._process = subprocess.Popen(
             command, cwd=_ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
         )
@@ -112,4 +115,9 @@ class ChatTemplate:
             raise TemplateFailure(f"the template takes more than {self._cpu_s:g} s of CPU time")
         if status == sandbox.OUT_OF_MEMORY:
             raise TemplateFailure(f"the template takes more than {self._memory_mib} MiB of memory")
+        if status == -signal.SIGKILL:
+            message = (
+                "a process that renders the chat template was killed, probably for lack of memory; use fewer workers"
+            )
+            raise ConfigError("data.prepare_workers", message)
         raise ConfigError(SETTING, f"the process that renders the template ended with status {status}")
