@@ -3,9 +3,11 @@
 import os
 import shutil
 import subprocess
+import sys
 
 import pytest
 
+from tests.conftest import ROOT
 from tests.end_to_end.test_commands import SCRIPT, environment
 
 
@@ -36,13 +38,7 @@ def test_a_loopback_device_that_is_down_is_named(tiny, tmp_path, ranks):
 @pytest.mark.parametrize("script", ["train.py", "scripts/plan.py", "scripts/prepare_data.py"])
 def test_a_safe_path_of_python_changes_nothing(tiny, tmp_path, script):
     """PYTHONSAFEPATH=1 and python -P leave the folder of the script out of the module path."""
-    command = [
-        *(
-            [SCRIPT]
-            if script == "train.py"
-            else [os.environ.get("PYTHON", shutil.which("python")), SCRIPT.parent / script]
-        )
-    ]
+    command = [SCRIPT] if script == "train.py" else [sys.executable, ROOT / script]
     steps = [] if script == "scripts/prepare_data.py" else ["--training.steps", "1"]
     words = [*command, *tiny, "--run.output_folder", tmp_path, "--data.dataset", "chat", "--data.path", "", *steps]
     done = subprocess.run(
