@@ -35,7 +35,7 @@ def test_a_loopback_device_that_is_down_is_named(tiny, tmp_path, ranks):
     assert (done.returncode, done.stderr) == (2, line)
 
 
-@pytest.mark.parametrize("script", ["train.py", "scripts/plan.py", "scripts/prepare_data.py"])
+@pytest.mark.parametrize("script", ["train.py", "scripts/prepare_data.py"])
 def test_a_safe_path_of_python_changes_nothing(tiny, tmp_path, script):
     """PYTHONSAFEPATH=1 and python -P leave the folder of the script out of the module path."""
     command = [SCRIPT] if script == "train.py" else [sys.executable, ROOT / script]
