@@ -13,7 +13,7 @@ from tests.data.chat.examples import DEFAULT
 from trainer.base.config import DataConfig, TokenizerConfig
 from trainer.data.build import open_datasets
 from trainer.data.datasets import prepare_datasets
-from trainer.data.store.held_out import first_held_out, open_splits
+from trainer.data.store.held_out import first_held_out, held_out_contents, open_splits
 from trainer.data.store.store import TokenStore
 
 
@@ -75,6 +75,54 @@ def test_equal_documents_are_never_on_both_sides(with_targets):
                 sides[1].add(tuple(document))
         assert not sides[0] & sides[1]
     assert divided > 50
+
+
+@pytest.mark.parametrize(("fraction", "contents"), [(0.01, 1), (0.1, 6), (0.5, 30)])
+def test_distinct_contents_are_held_out_where_equal_documents_stand_everywhere(fraction, contents):
+    documents = [[i] * 10 for i in range(60)] * 4
+    Random(0).shuffle(documents)
+    store = store_of(documents, with_targets=True)
+    assert first_held_out(store, fraction) is None
+    selected = held_out_contents(store, fraction)
+    assert selected.sum() == 4 * contents
+    sides = [
+        {d[0] for d, is_held_out in zip(documents, selected, strict=True) if is_held_out == side}
+        for side in (False, True)
+    ]
+    assert len(sides[1]) == contents and not sides[0] & sides[1]
+    assert held_out_contents(store_of([[1, 2]] * 40), 0.1) is None
+    assert held_out_contents(store_of([[1] * 90, [2] * 5, [1] * 90, [2] * 5]), 0.01).tolist() == [
+        False,
+        True,
+        False,
+        True,
+    ]
+    assert held_out_contents(store_of([]), 0.1) is None
+
+
+@pytest.mark.parametrize("packing", ["best-fit", "wrapped"])
+def test_a_run_holds_out_some_of_few_contents_that_are_repeated(tmp_path, capsys, packing):
+    talks = [{"question": f"number {i}?", "answer": f"It is {i}."} for i in range(60)] * 4
+    Random(0).shuffle(talks)
+    (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, talks)))
+    data = DataConfig(
+        dataset="chat", path=str(tmp_path / "chats.jsonl"), store_folder=str(tmp_path / "stores"), packing=packing
+    )
+    for fraction in (1e-4, 1e-5):  # so small that the hash selects none
+        datasets = opened(config := replace(data, held_out_fraction=fraction))
+        (store,) = (folder for folder in one_text_stores(config) if datasets.name.startswith(folder.name))
+        splits = open_splits(store, config, True)
+        train, held_out = (
+            {tuple(s.tokens[a:b].tolist()) for a, b in itertools.pairwise(s.documents)}
+            for s in (splits.train, splits.held_out)
+        )
+        assert len(held_out) == 1 and len(train) == 59 and not train & held_out
+        assert splits.held_out.targets[:].sum() > 0 and len(datasets.evaluation["held_out"])
+        assert (
+            "selects none or all of the 240 documents, so that 4 documents (1 content) are held out instead"
+            in capsys.readouterr().out
+        )
+        assert datasets.name == f"{store.name}-contents-{len(splits.held_out.tokens)}"
 
 
 @pytest.mark.parametrize("fraction", [0.01, 0.5])
