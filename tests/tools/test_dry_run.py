@@ -169,10 +169,10 @@ def test_a_folder_that_a_run_cannot_use_is_refused_and_a_lock_stays(ranks, tiny,
     ((line, is_file, below_a_file),) = ranks(1).run(each, cases)
     assert is_file == f"--run.name file: {tmp_path}/file is a file, not a folder"
     assert below_a_file == f"--run.output_folder {tmp_path}/file: {tmp_path}/file is not a folder"
-    assert (
-        line
-        == f"{tmp_path}/run is in use by {(tmp_path / 'run' / '.lock').read_text().strip()}; choose another --run.name"
-    )
+    holder = (tmp_path / "run" / ".lock").read_text().strip()
+    assert f"run folder    {tmp_path}/run is in use by {holder}: until it ends, this run would be refused\n" in line
+    assert "\ncheckpoints   " in line, "the data were looked at"
+    assert line.endswith(f"nothing was written; it would be refused now, because {tmp_path}/run is in use\n")
     lock.close()
 
 

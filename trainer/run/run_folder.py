@@ -62,7 +62,7 @@ def acquire_lock(folder: Path) -> TextIO | None:
             (folder / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
             result = try_lock(folder / _LOCK, timeout_s=5)
         if isinstance(result, str):
-            raise _in_use(folder, result)
+            raise ConfigError("", f"{folder} is in use by {result}; choose another --run.name")
         lock = _HELD[folder.absolute()] = result
         console.log_to(folder / _LOG)
 
@@ -70,8 +70,9 @@ def acquire_lock(folder: Path) -> TextIO | None:
     return lock
 
 
-def require_usable(folder: Path) -> None:
-    """Raise ConfigError if a run could not use the folder, like `acquire_lock`, without creating or changing a file."""
+def require_usable(folder: Path) -> str:
+    """Raise ConfigError if a run could not use the folder, like `acquire_lock`, without creating or changing a file. If it
+    only has to wait for another run, return which process that is, otherwise ""."""
     if os.path.exists(folder) and (problem := folder_error(folder)):
         raise ConfigError("run.name", f"{folder} {problem}")
     _check_types(folder)
@@ -80,12 +81,7 @@ def require_usable(folder: Path) -> None:
         raise ConfigError("run.output_folder", f"{place} is not a folder")
     if not os.access(place, os.W_OK | os.X_OK):
         raise ConfigError("run.output_folder", f"{place} cannot be written")
-    if holder := lock_holder(folder / _LOCK):
-        raise _in_use(folder, holder)
-
-
-def _in_use(folder: Path, holder: str) -> ConfigError:
-    return ConfigError("", f"{folder} is in use by {holder}; choose another --run.name")
+    return lock_holder(folder / _LOCK)
 
 
 def _check_types(folder: Path) -> None:

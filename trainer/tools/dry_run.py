@@ -60,18 +60,20 @@ def dry_run(config: Config, resolved: ResolvedRun, ranks_per_node: int) -> int:
 def report(config: Config, resolved: ResolvedRun, ranks_per_node: int, device: torch.device) -> int:
     """Like `dry_run`, in a process group that exists."""
     _print(model_notes(config, resolved, device))
-    require_usable(config.run.folder)
+    holder = require_usable(config.run.folder)
+    if holder:
+        _line("run folder", f"{config.run.folder} is in use by {holder}: until it ends, this run would be refused")
     point = resume_point(config.run.folder, config.checkpoint.load_step, resolved.fingerprint)
     state = TrainState() if point is None else point.state
     if ended := how_it_ended(config, state):
-        return _end(config, ended)
+        return _end(config, ended, holder=holder)
     with trial_stores(Path(config.data.store_folder)) as stores:
         run = check_run(config, resolved, point, stores.open, (), device)
         _try_adapter(config, resolved, point, run.weights)
         _print([_tokenizer(config, run.text.tokenizer), _weights(point, run.weights)])
         print(*stores.lines, sep="\n")
         if ended := how_it_ended(run.config, state, _stopped_early(run, state)):
-            return _end(config, ended)
+            return _end(config, ended, holder=holder)
         _print([_start(run, point), *window_notes(config, resolved, run.weights, point)])
         _print(course_notes(run.config, resolved, state, run.datasets, run.eval_sets))
     has_steps = run.config.training.epochs is None
@@ -80,7 +82,7 @@ def report(config: Config, resolved: ResolvedRun, ranks_per_node: int, device: t
         training = run.config.training
         seconds = training.samples_between(state.step, training.steps) * sample_s
         _line("", f"{duration(seconds)}, if steps take as long as those of the run so far")
-    return _end(config, fits=fits)
+    return _end(config, fits=fits, holder=holder)
 
 
 def _line(name: str, text: str) -> None:
@@ -92,14 +94,22 @@ def _print(notes: Iterable[Note]) -> None:
         _line(note.name, note.text)
 
 
-def _end(config: Config, ended: str = "", fits: bool = True) -> int:
-    """ended: how the run has ended, if it has."""
+def _end(config: Config, ended: str = "", fits: bool = True, holder: str = "") -> int:
+    """Print the verdict and return the exit code.
+
+    Args:
+        config: Settings of the run.
+        ended: How the run has ended, if it has.
+        fits: Whether it would fit into memory.
+        holder: Process that uses the run folder.
+    """
     if ended:
         _line("run folder", f"{config.run.folder}: {ended}")
     written = " but the download to the cache of huggingface_hub" if config.model.revision else ""
     verdict = "" if fits else "; the run would not fit into memory"
+    verdict += f"; it would be refused now, because {config.run.folder} is in use" if holder else ""
     print(f"dry run complete: nothing was written{written}{verdict}", flush=True)
-    return 0 if fits else 1
+    return 1 if verdict else 0
 
 
 def _start(run: CheckedRun, point: ResumePoint | None) -> Note:
