@@ -196,7 +196,7 @@ def _record_start(
             *notes.model_notes(config, resolved, device),
             notes.attention_note(config, resolved, device),
             notes.start_note(config, point),
-            *notes.window_notes(config, resolved, run.weights, point),
+            *notes.start_warnings(config, resolved, run.weights, point),
             *notes.course_notes(config, resolved, state, run.datasets, run.eval_sets),
         ]
     )

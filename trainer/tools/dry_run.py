@@ -21,7 +21,7 @@ from trainer.checkpoint.formats.weights import Weights
 from trainer.checkpoint.resume import ResumePoint
 from trainer.data.tokenizer.protocol import Tokenizer
 from trainer.resilience.early_stopping import EarlyStopping
-from trainer.run.notes import Note, course_notes, model_notes, start_note, window_notes
+from trainer.run.notes import Note, course_notes, model_notes, start_note, start_warnings
 from trainer.run.preflight import CheckedRun, check_run
 from trainer.run.resolve import ResolvedRun
 from trainer.run.run_folder import how_it_ended, require_usable, resume_point
@@ -74,7 +74,7 @@ def report(config: Config, resolved: ResolvedRun, ranks_per_node: int, device: t
         print(*stores.lines, sep="\n")
         if ended := how_it_ended(run.config, state, _stopped_early(run, state)):
             return _end(config, ended, holder=holder)
-        _print([_start(run, point), *window_notes(config, resolved, run.weights, point)])
+        _print([_start(run, point), *start_warnings(run.config, resolved, run.weights, point)])
         _print(course_notes(run.config, resolved, state, run.datasets, run.eval_sets))
     has_steps = run.config.training.epochs is None
     fits = _plan(run.config, resolved.dims.world_size, ranks_per_node, device, state.step if has_steps else None)
