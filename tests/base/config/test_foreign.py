@@ -87,6 +87,54 @@ def test_a_foreign_name_in_a_file_is_translated(text, line, tmp_path):
     assert error_of(["--config", f"{tmp_path}/run.toml"]) == f"{tmp_path}/run.toml {line}"
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "translated"),
+    [
+        (
+            "zero3.json",
+            '{"train_micro_batch_size_per_gpu": 4, "gradient_clipping": 1.0}',
+            ["train_micro_batch_size_per_gpu", "gradient_clipping"],
+        ),
+        (
+            "axolotl.yaml",
+            "base_model: x\nmicro_batch_size: 2\nnoisy_embedding_alpha: 5\n",
+            ["base_model", "noisy_embedding_alpha"],
+        ),
+        (
+            "args.json",
+            '{\n  "neftune_noise_alpha": 5,\n  "group_by_length": true\n}',
+            ["neftune_noise_alpha", "group_by_length"],
+        ),
+        ("own.yml", "training:\n  - 5\n", []),
+        ("random.json", "\x00\x00{", []),
+    ],
+)
+def test_a_file_of_another_trainer_is_named_as_such(name, text, translated, tmp_path):
+    (tmp_path / name).write_text(text)
+    line = error_of(["--config", str(tmp_path / name)])
+    assert "expected a TOML file" in line or "not printable" in line
+    assert ("settings of another trainer" in line) == bool(translated)
+    assert all(f"{word}:" in line for word in translated)
+
+
+@pytest.mark.parametrize("table", [None, *sorted({key.split(".")[0] for key in settings()})])
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    {
+        "neftune_noise_alpha": "NEFTune is not supported",
+        "use_dora": "DoRA is not supported",
+        "label_smoothing": "docs/python.md",
+        "group_by_length": "data.packing",
+        "padding_free": "data.document_mask",
+        "n_layer": "model.overrides",
+        "n_embd": "model.overrides",
+        "num_kv_heads": "model.overrides",
+    }.items(),
+)
+def test_a_word_without_a_setting_of_its_own_has_an_answer_in_every_table(name, answer, table):
+    assert answer in error_of([f"--{name if table is None else f'{table}.{name}'}", "1"])
+
+
 def test_the_page_of_foreign_names_is_current():
     page = (ROOT / "docs" / "coming_from.md").read_text()
     assert page.endswith(foreign_as_markdown()), "run scripts/dev/generate_config_docs.py"

@@ -75,7 +75,8 @@ COMMAND_LINES = {
     "--training.steps none": "--training.steps none: expected an integer",
     "--training.steps 5 --training.steps 6": "--training.steps 6: --training.steps is given twice, first as 5; give it once",
     "--training.batch_schedule 64": (
-        "--training.batch_schedule is a table: set one of its entries with --training.batch_schedule.NAME VALUE"
+        "--training.batch_schedule is a table: set one of its entries with --training.batch_schedule.NAME VALUE, "
+        "or empty it with --training.batch_schedule {}"
     ),
     "--training.batch_schedule.09 64": (
         "--training.batch_schedule.09 64: '09' must be the number of completed steps after which the size changes, such as 1000"
@@ -163,7 +164,8 @@ COMMAND_LINES = {
     ),
     "--parallel.dp_shard 0": "--parallel.dp_shard 0: must be at least 1, or -1 for all remaining ranks",
     "--parallel.dp_shard -2": "--parallel.dp_shard -2: must be at least -1",
-    "--model.overrides 4": "--model.overrides is a table: set one of its entries with --model.overrides.NAME VALUE",
+    "--model.overrides 4": "--model.overrides is a table: set one of its entries with --model.overrides.NAME VALUE, "
+    "or empty it with --model.overrides {}",
     "--tokenizer.backend tiktoken --tokenizer.path no/such": "--tokenizer.path no/such: no such file",
     "--tokenizer.path x": "--tokenizer.path x: no such file",
     "--tokenizer.path pyproject.toml": (
@@ -374,6 +376,58 @@ def test_help_and_errors_in_settings_import_neither_torch_nor_numpy(argv, code, 
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert output in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "flags", "key"),
+    [
+        (
+            "[checkpoint]\ninit_from = 'x'\n[lora]\nrank = 8\nalpha = 4.0\ndropout = 0.1",
+            "--lora.rank none",
+            "lora.dropout",
+        ),
+        ("[optimizer]\nname = 'muon'\nmuon_momentum = 0.5", "--optimizer.name adamw", "optimizer.muon_momentum"),
+        (
+            "[samples]\nprompts = ['a']\ninterval_steps = 5\ntemperature = 0.5",
+            "--samples.prompts []",
+            "samples.temperature",
+        ),
+        (
+            "[training]\nfloat8 = 'rowwise'\nfloat8_exclude = ['output']",
+            "--training.float8 none",
+            "training.float8_exclude",
+        ),
+        (
+            "[lr_schedule]\nname = 'warmup_stable_decay'\ndecay_steps = 5",
+            "--lr_schedule.name cosine",
+            "lr_schedule.decay_steps",
+        ),
+        (  # what depends on something that depends on the flag
+            "[optimizer]\nema_decay = 0.9\n[checkpoint]\nexport_huggingface = true\nexport_averaged = true",
+            "--checkpoint.enabled false",
+            "checkpoint.export_averaged",
+        ),
+    ],
+)
+def test_one_flag_switches_off_what_a_file_sets(text, flags, key, tmp_path):
+    (tmp_path / "a.toml").write_text(text)
+    section, name = key.split(".")
+    default, path = getattr(getattr(Config(), section), name), ["--config", str(tmp_path / "a.toml")]
+    given = getattr(getattr(load_config(path, check_files=()), section), name)
+    assert given != default
+    assert getattr(getattr(load_config([*path, *flags.split()], check_files=()), section), name) == default
+    again = ",".join(given) if isinstance(given, list) else str(given).lower()
+    assert "has an effect only with" in error_of(
+        [*path, *flags.split(), f"--{key}", again]
+    )  # the user's own words are not undone
+
+
+def test_a_flag_empties_a_table_of_the_file(tmp_path):
+    (tmp_path / "a.toml").write_text("[model]\noverrides = { n_layers = 3, dim = 64 }")
+    path = ["--config", str(tmp_path / "a.toml")]
+    assert load_config([*path, "--model.overrides", "{}"]).model.overrides == {}
+    assert load_config([*path, "--model.overrides="]).model.overrides == {}
+    assert load_config([*path, "--model.overrides", "{}", "--model.overrides.dim", "32"]).model.overrides == {"dim": 32}
 
 
 def test_the_length_of_a_run_on_the_command_line_replaces_the_one_in_the_file(tmp_path):

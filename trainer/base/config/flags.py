@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from trainer.base.config.errors import ConfigError
-from trainer.base.config.fields import Layer, Setting, layer_of_value, settings
+from trainer.base.config.fields import Layer, Setting, Value, layer_of_value, settings
 from trainer.base.config.pretrained import SHORT_FLAGS
 from trainer.base.config.unknown_names import AS_FLAG, hint
 from trainer.base.system.spelling import did_you_mean
@@ -38,6 +38,10 @@ def layer_of_flags(flags: Mapping[str, str]) -> Layer:
     """Return the value of each flag. flags: from parse_argv, without --config. Raises ConfigError for an unknown flag."""
     layer: Layer = {}
     for flag, text in flags.items():
+        table = settings().get(flag[2:])
+        if table is not None and table.is_table and text.strip() in ("", "{}"):
+            layer[table.key] = Value({}, f"{flag} {text}")  # without the entries of the file
+            continue
         setting, entry = _find_setting(SHORT_FLAGS.get(flag, flag))
         layer |= layer_of_value(setting, entry, text, f"{flag} {text}", is_text=True)
     return layer
@@ -62,6 +66,8 @@ def _find_setting(flag: str) -> tuple[Setting, str]:
     if setting is not None and bool(entry) == setting.is_table:
         return setting, entry
     if setting is not None and not entry:
-        raise ConfigError("", f"{flag} is a table: set one of its entries with {flag}.NAME VALUE")
+        raise ConfigError(
+            "", f"{flag} is a table: set one of its entries with {flag}.NAME VALUE, or empty it with {flag} {{}}"
+        )
     candidates = [*(f"--{key}" for key in settings()), *SHORT_FLAGS, "--config", *_WITHOUT_VALUE]
     raise ConfigError("", f"{flag}: unknown setting{hint(flag, AS_FLAG) or did_you_mean(flag, candidates)}")

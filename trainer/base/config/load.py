@@ -41,6 +41,7 @@ def load_config(argv: Sequence[str], check_files: Collection[str] = FILE_SECTION
     defaults = {key: Value(setting.default, "") for key, setting in settings().items()}
     given = (layer_of_file(file), layer_of_flags(flags))
     layers = [defaults, *(_resets(layer, defaults) | layer for layer in given)]  # a later one precedes
+    layers.append(_switched_off(layers, given[1]))
     if not _merged(layers).run.name:
         layers.append({"run.name": Value(Path(file).stem, "")})
     config = _merged(layers)
@@ -85,6 +86,24 @@ def _merged(layers: Sequence[Layer]) -> Config:
     defaults = Config()
     changed = {name: replace(getattr(defaults, name), **members) for name, members in sections.items()}
     return Config(**changed, origins={key: origin for key, origin in origins.items() if origin})
+
+
+def _switched_off(layers: Sequence[Layer], flags: Layer) -> Layer:
+    """Return the defaults of the settings of the file that have an effect only with others, which a flag has switched off: one
+    flag is enough to train without adapters, although the file also sets their scale."""
+    off: Layer = {}
+    while True:
+        config, changed = _merged([*layers, off]), {".".join(key.split(".")[:2]) for key in (*flags, *off)}
+        found = {
+            setting.key: layers[0][setting.key]
+            for setting in settings().values()
+            if setting.key in config.origins and setting.key not in changed
+            for condition in setting.constraint.only_with
+            if condition.setting in changed and not condition.facts and not condition.holds(config, {})
+        }
+        if not found:
+            return off
+        off |= found
 
 
 def _resets(layer: Layer, defaults: Layer) -> Layer:

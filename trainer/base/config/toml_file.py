@@ -1,6 +1,8 @@
 """The settings of a TOML file."""
 
 import os
+import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,12 @@ from trainer.base.config.foreign import read_foreign, replacement
 from trainer.base.config.toml_text import toml_value
 from trainer.base.config.unknown_names import IN_FILE, REMOVED, WITHOUT_EFFECT, hint
 from trainer.base.system import console
+from trainer.base.system.files import read_limited
+from trainer.base.system.run_files import LARGEST_CONFIG
 from trainer.base.system.spelling import did_you_mean, nearest, nearest_path
 
+_TRANSLATED = 3
+"""Number of settings of another trainer's file that a message translates."""
 DEFAULT_CONFIG = Path(__file__).parents[3] / "train_configs" / "debug.toml"
 
 
@@ -82,9 +88,22 @@ def _read_toml(file: str) -> dict[str, Any]:
     except tomli.TOMLDecodeError as error:
         is_toml = Path(file).suffix not in (".yaml", ".yml", ".json", ".py")
         problem = f"not valid TOML: {error}" if is_toml else "expected a TOML file such as train_configs/debug.toml"
+        problem += "" if is_toml else _translation(file)
     except (ValueError, RecursionError):  # a number has thousands of digits, or values are nested hundreds of times
         problem = "a value is too long or nested too deep"
     raise ConfigError("", f"--config {file}: {problem}")
+
+
+def _translation(file: str) -> str:
+    """Return a hint about the settings of another trainer in a JSON or YAML file, or ""."""
+    with suppress(OSError, ValueError):
+        text = read_limited(Path(file), LARGEST_CONFIG).decode()
+        names = dict.fromkeys(re.findall(r"""(?:^|[{,])\s*["']?([A-Za-z_]\w*)["']?\s*:""", text, re.MULTILINE))
+        found = [f"{name}{used.replace(';', ':', 1)}" for name in names if (used := replacement(name, IN_FILE))]
+        if found:
+            shown = "; ".join(found[:_TRANSLATED])
+            return f"; it has settings of another trainer, which docs/coming_from.md translates, such as {shown}"
+    return ""
 
 
 def _similar_file(file: str) -> str:
