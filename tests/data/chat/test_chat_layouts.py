@@ -50,6 +50,15 @@ def pair(chosen: Any, rejected: Any, **fields: Any) -> dict[str, Any]:
 
 # ---------------------------------------------------------------- documents, and what is read from them
 
+NO_PROMPT = "chosen and rejected are texts, but the document has no prompt, which is what both answer"
+
+
+def hh(*messages) -> str:
+    """Return the text of messages in the format of Anthropic's dataset hh-rlhf."""
+    names = {"user": "Human", "assistant": "Assistant"}
+    return "".join(f"\n\n{names[message['role']]}: {message['content']}" for message in messages)
+
+
 QA = [talk("-+", Q, A)]
 SQA = [talk("--+", S, Q, A)]
 QAQA = [talk("---+", Q, A, Q, A)]
@@ -431,6 +440,9 @@ PAIR_ROWS = [  # pairs: the prompt apart, shared by both answers, as text; singl
     (pair(A, "b", prompt=[Q]), QA_QB),
     (pair(SHAREGPT[1], B, conversations=SHAREGPT[:1]), QA_QB),
     (pair([Q, A, Q, A], [Q, A, Q, B]), [*QAQA, talk("---+", Q, A, Q, B)]),
+    (pair(hh(Q, A), hh(Q, B)), QA_QB),
+    (pair(hh(Q, A, Q, A), hh(Q, A, Q, B)), [*QAQA, talk("---+", Q, A, Q, B)]),
+    (pair(hh(Q, A)[2:], hh(Q, B) + "\n"), QA_QB),
     (pair("c", "r", prompt="p"), TWO_TEXTS),
     (pair("c", "r", prompt="p", question="", messages=[]), TWO_TEXTS),
     (pair("c", "r", prompt=""), [("", "c"), ("", "r")]),
@@ -463,10 +475,21 @@ PAIR_ROWS = [  # pairs: the prompt apart, shared by both answers, as text; singl
     ),
     (
         pair("c", "r", query="p"),
-        f'the document has no prompt; its fields: chosen, rejected, query; {SUGGESTION} {{ prompt = "query" }}',
+        f'{NO_PROMPT}; its fields: chosen, rejected, query; {SUGGESTION} {{ prompt = "query" }}',
     ),
-    (pair("c", "r"), "the document has no prompt; its fields: chosen, rejected"),
-    (pair("c", "r", question=""), "the document has no prompt; its fields: chosen, rejected"),
+    *(
+        (document, f"{NO_PROMPT}; its fields: chosen, rejected")
+        for document in (
+            pair("c", "r"),
+            pair("c", "r", question=""),
+            pair("User: q\nBot: a", "User: q\nBot: b"),
+            pair("\n\nAssistant: a\n\nHuman: q", "\n\nAssistant: b\n\nHuman: q"),
+            pair("Human: a", "Human: b"),
+            pair("x" + hh(Q, A), "x" + hh(Q, B)),
+        )
+    ),
+    (pair(hh(Q, A), hh(OTHER_Q, B)), FIRST_DIFFER),
+    (pair(hh(Q, A), "b"), f"{NO_PROMPT}; its fields: chosen, rejected"),
     (pair("c", "r", question=" "), "the document's field question is empty"),
     (pair("c", "c", prompt="p"), "the chosen and the rejected answer are equal"),
     (pair("c", "", prompt="p"), "the document's field rejected is empty"),

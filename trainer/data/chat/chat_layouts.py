@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -184,11 +185,22 @@ def _pair(document: Document, prompt: Any, chosen: Any, rejected: Any, is_plain:
         raise MalformedConversation("the chosen and the rejected answer are equal")
     if isinstance(prompt, list) or (prompt is not None and not is_plain):
         chosen, rejected = ([_message("assistant", a)] if isinstance(a, str) else a for a in (chosen, rejected))
+    elif prompt is None and isinstance(chosen, str) and isinstance(rejected, str):
+        chosen, rejected = _turns(chosen) or chosen, _turns(rejected) or rejected
     if isinstance(chosen, list) and isinstance(rejected, list):
         return _split_pair(prompt, chosen, rejected)
     if prompt is None:
-        raise missing_field(document, "the document has no prompt", "prompt")
+        message = "chosen and rejected are texts, but the document has no prompt, which is what both answer"
+        raise missing_field(document, message, "prompt")
     return prompt, chosen, rejected
+
+
+def _turns(text: str) -> list[dict[str, str]]:
+    """Return the messages of a text with the marks of Anthropic's dataset hh-rlhf before its turns, or [] if it has none."""
+    before, *parts = re.split(r"(?:^|\n\n)(Human|Assistant):", text)
+    roles = {"Human": "user", "Assistant": "assistant"}
+    turns = [_message(roles[name], turn.strip()) for name, turn in zip(parts[::2], parts[1::2], strict=True)]
+    return turns if len(turns) > 1 and turns[0]["role"] == "user" and not before.strip() else []
 
 
 def _split_pair(prompt: Any, chosen: list[Any], rejected: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
