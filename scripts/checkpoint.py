@@ -88,7 +88,9 @@ def print_list(checkpoints: list[Path]) -> Iterator[bool]:
 
 
 def verify(checkpoints: list[Path]) -> Iterator[bool]:
-    for checkpoint in tqdm(checkpoints, unit="checkpoint", disable=None, file=line_stream(sys.stderr)):
+    for checkpoint in tqdm(
+        checkpoints, unit="checkpoint", disable=None, file=line_stream(sys.stderr), dynamic_ncols=True
+    ):
         problem = manifest.find_damage(checkpoint)
         if not problem and parse_step(checkpoint.name) is not None and (checkpoint / STATE_FILE).exists():
             problem = check_train_state(checkpoint)

@@ -23,6 +23,7 @@ from trainer.base.config.arguments import Arguments
 from trainer.base.config.errors import ConfigError
 from trainer.base.config.exits import answer_early, run_to_end
 from trainer.base.config.schema.model import ModelFamily
+from trainer.base.system import console
 
 _DTYPE, _SHARD_GIB = "bf16", 5.0
 """Defaults of --dtype and of --shard-gib."""
@@ -59,13 +60,11 @@ def arguments() -> Arguments:
 if __name__ == "__main__":
     answer_early(arguments())  # before torch is imported
 
-from tqdm import tqdm
 
 from models import MODELS
 from trainer.base.config.checkpoints import resolve_checkpoint, why_chosen
 from trainer.base.config.recognition import is_adapter, is_checkpoint
 from trainer.base.system.spelling import did_you_mean
-from trainer.base.system.streams import line_stream
 from trainer.base.system.units import GIB
 from trainer.checkpoint.formats.adapter import Adapter
 from trainer.checkpoint.formats.folders import open_weights
@@ -83,9 +82,7 @@ def to_hf(args: argparse.Namespace, checkpoint: Path, shard_bytes: int) -> None:
     if not is_checkpoint(checkpoint):
         raise ConfigError("", f"{checkpoint} is a model in Hugging Face's format already")
     dtype = DTYPES[args.dtype or _DTYPE]
-    with tqdm(
-        total=exported_bytes(weights, dtype), unit="B", unit_scale=True, disable=None, file=line_stream(sys.stderr)
-    ) as bar:
+    with console.progress(exported_bytes(weights, dtype), "B", "converted") as bar:
         write_huggingface(weights, args.out, dtype, shard_bytes, bar.update)
 
 
@@ -96,7 +93,7 @@ def from_hf(source: Path, out: Path, family: str | None, shard_bytes: int) -> No
     if family is not None:
         weights = replace(weights, model=replace(weights.model, family=family))
     total = sum(tensor.num_bytes for tensor in weights.index.values())
-    with tqdm(total=total, unit="B", unit_scale=True, disable=None, file=line_stream(sys.stderr)) as bar:
+    with console.progress(total, "B", "converted") as bar:
         write_checkpoint(weights, out, shard_bytes, bar.update)
 
 

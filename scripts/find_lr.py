@@ -208,7 +208,7 @@ def train(test: Config) -> str:
     before the last step, or "". If the run fails, exit with its code."""
     with tempfile.TemporaryDirectory() as settings:
         path = Path(settings) / f"{test.run.name}.toml"
-        path.write_text(to_toml(test))
+        path.write_text(to_toml(test, keep_credentials=True))
         return _train(path, test.run.folder, test.training.steps)
 
 

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterable
-from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -110,7 +109,7 @@ def build_trainer(
         profiler=Profiler(config.profiling, device, config.run.folder, state.step),
         watchdog=Watchdog(config.resilience.hang_timeout_s, stop),
         stop=stop,
-        lock=lock or nullcontext(),
+        lock=lock,
     )
 
 

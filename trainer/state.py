@@ -59,7 +59,7 @@ class TrainState:
     @classmethod
     def from_json(cls, text: str) -> "TrainState":
         """Parse the text of train_state.json. Raises ValueError, TypeError or KeyError if it is not the state of a run."""
-        raw = {"early_stopping": [], "health": []} | json.loads(text)  # earlier versions did not save them
+        raw = {"early_stopping": [], "health": ["unknown"]} | json.loads(text)  # earlier versions did not save them
         values = {name: raw[name] for name in get_type_hints(cls)}
         for name, hint in get_type_hints(cls).items():
             if type(values[name]) is not (get_origin(hint) or hint):

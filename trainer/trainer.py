@@ -2,8 +2,9 @@
 
 import time
 from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import TextIO
 
 from trainer.base.config import Config
 from trainer.base.system import console
@@ -26,7 +27,7 @@ from trainer.resilience.straggler import StragglerDetector
 from trainer.resilience.watchdog import Watchdog
 from trainer.run.metrics import Metrics
 from trainer.run.profiler import Profiler
-from trainer.run.run_folder import already_finished
+from trainer.run.run_folder import acquire_lock, already_finished
 from trainer.run.sinks.sink import Ending
 from trainer.run.training_data import TrainingData
 from trainer.runtime import device as devices
@@ -52,14 +53,14 @@ class Trainer:
     watchdog: Watchdog
     stop: StopRequest
     """Whether this rank was asked to stop."""
-    lock: AbstractContextManager[object]
-    """Lock of the run folder."""
+    lock: TextIO | None
+    """Lock of the run folder, on rank 0."""
 
     def train(self) -> None:
         """Train until training.steps are completed, the evaluation loss no longer falls, or any rank is asked to stop. Raises
         TrainingDiverged, SaveFailed or LoadingFailed."""
         start_s = time.monotonic()
-        with self.lock:
+        with acquire_lock(self.config.run.folder) or nullcontext():  # a run before this one may have released it
             if already_finished(self.config, self.state, self.early_stopping.reason(self.state)):
                 self.checkpoints.close()
                 return

@@ -27,6 +27,8 @@ ADDRESSES = {
     "http://u:a?hunter2#@host": "http://...@host",
     "https://host/a?access_token=hunter2&x=1": "https://host/a?access_token=...&x=1",
     "https://host/a?x=1&X-Amz-Signature=hunter2": "https://host/a?x=1&X-Amz-Signature=...",
+    "https://host/a?tokenizer=llama&monkey=1&design=2&signal=3": "https://host/a?tokenizer=llama&monkey=1&design=2&signal=3",
+    "https://host/a?apiKey=hunter2&tokens=hunter2": "https://host/a?apiKey=...&tokens=...",
     "s3://b/k?AWSAccessKeyId=hunter2 'end'": "s3://b/k?AWSAccessKeyId=... 'end'",
     'uri = "http://u:hunter2@h"\nnext = "http://hunter2@i"': 'uri = "http://...@h"\nnext = "http://...@i"',
 }

@@ -2,6 +2,7 @@
 
 import math
 import statistics
+import sys
 from dataclasses import dataclass
 
 from trainer.base.system import console
@@ -36,8 +37,10 @@ class Health:
 
     @classmethod
     def of(cls, state: TrainState) -> "Health":
-        """Return what a state has counted. A checkpoint of an earlier version has counted nothing."""
+        """Return what a state has counted. Where the losses of the first steps are unknown, none counts as above them."""
         match state.health:
+            case ["unknown"]:
+                return cls([sys.float_info.max] * _FIRST_STEPS)
             case [list() as first, int() as far_above, int() as not_below, int() as no_gradient]:
                 return cls(first, far_above, not_below, no_gradient)
         return cls([])

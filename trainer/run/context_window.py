@@ -1,7 +1,9 @@
 """The context window of a run's model: the longest sequence for which it is trained, as exports state it."""
 
+import dataclasses
 from typing import Any
 
+from models.sizes import ROPES
 from trainer.base.config import Config
 from trainer.checkpoint.formats.weights import Weights
 
@@ -9,7 +11,8 @@ from trainer.checkpoint.formats.weights import Weights
 def extension_of_window(config: Config) -> list[str]:
     """Return the names of the sizes by which a run may extend the context window of its initial weights. An adapter cannot: it is
     merged with the sizes of its base model."""
-    return [name for name in config.model.overrides if name.startswith("rope_") and config.lora.rank is None]
+    extending = {"rope_type", *(f"rope_{field.name}" for rope in ROPES.values() for field in dataclasses.fields(rope))}
+    return [name for name in config.model.overrides if name in extending and config.lora.rank is None]
 
 
 def window_of_new_run(config: Config, sizes: Any, weights: Weights | None) -> int:

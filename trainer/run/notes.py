@@ -209,14 +209,15 @@ def rate_jump(config: Config, point: ResumePoint) -> str:
     step = point.state.step
     if config.training.epochs is not None or "range_test" in (schedule.name, config.lr_schedule.name):
         return ""
-    before = lr * lr_factor(schedule, step, steps)
+    decayed = lr_factor(schedule, step, steps)
+    before = lr * decayed
     now = config.optimizer.lr * lr_factor(config.lr_schedule, step + 1, config.training.steps)
-    if step < schedule.warmup_steps or now < _JUMP * before:
+    if step < schedule.warmup_steps or decayed >= 1 or now < _JUMP * before:
         return ""
     line = f"the learning rate had decayed to {before:.2e} in step {step}, and rises to {now:.2e} in step {step + 1}"
-    if schedule.name != "warmup_stable_decay":
-        return f"{line}; a new run that begins with these weights (--from) and a lower optimizer.lr would have no such rise"
     start = max(schedule.warmup_steps, steps - schedule.decay_steps)
+    if schedule.name != "warmup_stable_decay" or not start:
+        return f"{line}; a new run that begins with these weights (--from) and a lower optimizer.lr would have no such rise"
     return f"{line}; checkpoint.load_step = {start}, or an earlier checkpoint before the decay, would avoid it"
 
 

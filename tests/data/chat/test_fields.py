@@ -55,4 +55,21 @@ def test_ignored_fields_are_removed_everywhere_and_listed():
     as_text = document | {"messages": json.dumps(document["messages"])}
     assert chat.encode_document(as_text) == (encoded, unused)
     assert without({"chosen": [{"mask": 1, "a": 2}], "mask": None}, ["mask"]) == ({"chosen": [{"a": 2}]}, {"mask"})
+    for content in (
+        '{"mask": 3, "answer": 1.0}',
+        "[1, 2]",
+        {"mask": 1, "v": 2},
+        [{"mask": 1}],
+        [1],
+        5,
+        None,
+    ):  # texts and data
+        document = {"messages": [USER | {"content": content}, ANSWER | {"content": content, "mask": 1}]}
+        kept = {"messages": [USER | {"content": content}, ANSWER | {"content": content}]}
+        assert without(document, ["mask", "answer"]) == (kept, {"mask"})
+    part = {"type": "text", "text": "a"}
+    assert without({"messages": [USER | {"content": [part | {"mask": 0}, "b"]}]}, ["mask"]) == (
+        {"messages": [USER | {"content": [part, "b"]}]},
+        {"mask"},
+    )
     assert chat.fingerprint != load_chat_format("chatml", CHATML).fingerprint

@@ -89,7 +89,7 @@ def test_a_service_that_is_away_causes_one_warning_and_gets_its_records_later(tm
         process.write([1], 1.0)
         process.delivered().delivery.service.is_away = True
         process.write([2, 3], 1.0)
-        wait_for(lambda: process.delivery.has_warned)
+        wait_for(lambda: process.delivery.warned)
         process.delivery.service.is_away = False
     assert service.histories == [[1, 2, 3]]
     (line,) = capsys.readouterr().err.splitlines()
@@ -101,7 +101,7 @@ def test_the_next_process_delivers_what_this_one_could_not(tmp_path, service, ca
     process.write([1], 1.0)
     process.delivered().delivery.service.is_away = True
     process.write([2, 3], 1.0)
-    wait_for(lambda: process.delivery.has_warned)
+    wait_for(lambda: process.delivery.warned)
     process.close(limit_s=0)
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.endswith(

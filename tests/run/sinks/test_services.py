@@ -26,7 +26,7 @@ from trainer.base.config import ConfigError, MetricsConfig
 from trainer.base.config.load import load_config
 from trainer.base.config.packages import require_installed
 from trainer.run.sinks import services
-from trainer.run.sinks.delivery import HistoryLost
+from trainer.run.sinks.delivery import HistoryLost, Refused
 from trainer.run.sinks.services import MLflow, Trackio, Wandb, require_access
 from trainer.tools.testing.ranks import RankError
 
@@ -407,7 +407,7 @@ def test_a_server_of_mlflow_that_is_killed_and_restarted_gets_all_values(tmp_pat
             process.write(range(1, 6), 1.0)
             process.delivered()
         process.write(range(6, 11), 2.0)
-        wait_for(lambda: process.delivery.has_warned)
+        wait_for(lambda: process.delivery.warned)
         process.rewind(8)
         process.write(range(9, 13), 3.0)
         with mlflow_server(tmp_path, port):
@@ -524,14 +524,56 @@ def test_a_service_that_will_not_accept_a_run_is_told_once_and_not_waited_for(tm
         monkeypatch.setattr(mlflow.MlflowClient, "log_batch", refuse)
     with opened(run, service) as process:
         process.write((1, 2), 1.0)
-        wait_for(lambda: not process.delivery.thread.is_alive())
+        wait_for(lambda: Refused in process.delivery.warned)
         process.write((3,), 1.0)
-    lines = [
-        line for line in capsys.readouterr().err.splitlines() if " warning: " in line and "description" not in line
-    ]
-    assert [line[9:] for line in lines] == [
-        f"warning: MLflow will not accept the records of this run ({reason}); metrics.jsonl has them"
-    ]
+    lines = [line[9:] for line in capsys.readouterr().err.splitlines() if " warning: " in line]
+    refusals = [f"warning: MLflow will not accept the records of this run ({reason}); metrics.jsonl has them"]
+    undescribed = "warning: MLflow has not taken the description of the run (no)"
+    assert lines == (refusals if how == "deleted" else [undescribed, *refusals])
+    if how != "deleted":
+        (found,) = client.search_runs([client.get_experiment_by_name(tmp_path.name).experiment_id])
+        assert found.info.status == "FINISHED", "how the run has ended is still shown"
+
+
+@pytest.mark.parametrize("code", ["RESOURCE_ALREADY_EXISTS", "ENDPOINT_NOT_FOUND"])
+def test_what_changes_soon_is_no_refusal(tmp_path, monkeypatch, code):
+    """The experiment that another run has created between two requests, and a gateway whose server starts."""
+    mlflow = pytest.importorskip("mlflow")
+    service, run = of_service("mlflow", tmp_path)
+    create, errors = mlflow.MlflowClient.create_experiment, []
+
+    def late(client, name):
+        create(client, name) if code == "RESOURCE_ALREADY_EXISTS" and not errors else None
+        if not errors:
+            errors.append(mlflow.exceptions.MlflowException("no", getattr(mlflow.protos.databricks_pb2, code)))
+            raise errors[0]
+        return create(client, name)
+
+    monkeypatch.setattr(mlflow.MlflowClient, "create_experiment", late)
+    with opened(run, service) as process:
+        process.write((1, 2), 1.0)
+        wait_for(lambda: process.delivery.saved and process.delivery.saved.get("service"))
+    client = mlflow.MlflowClient(run.metrics.mlflow_tracking_uri)
+    (found,) = client.search_runs([client.get_experiment_by_name(tmp_path.name).experiment_id])
+    assert found.info.status == "FINISHED" and errors
+
+
+def test_mlflow_gets_all_texts_of_few_values(tmp_path):
+    mlflow = pytest.importorskip("mlflow")
+    service, run = of_service("mlflow", tmp_path)
+    texts = {
+        "kind": "sample",
+        "step": 1,
+        "timestamp_s": 1e9,
+        "samples": [{"prompt": f"p{i}", "text": "c"} for i in range(250)],
+    }
+    with opened(run, service) as process:
+        process.write((1,), 1.0)
+        for sink in (process.jsonl, process.delivery):
+            sink.write(texts)
+    client = mlflow.MlflowClient(run.metrics.mlflow_tracking_uri)
+    (found,) = client.search_runs([client.get_experiment_by_name(tmp_path.name).experiment_id])
+    assert sum(name.startswith("samples/") for name in found.data.tags) == 250, sorted(found.data.tags)[:9]
 
 
 @pytest.mark.parametrize(
@@ -617,7 +659,7 @@ def test_the_process_of_wandb_may_be_killed(tmp_path, when, capsys):
     assert len(list(tmp_path.glob("wandb/offline-run-*"))) == 1, "neither empty folders nor old ones"
     list(ended_wandb_run(tmp_path))
     assert read_wandb(tmp_path)[0] == recorded(tmp_path)
-    assert capsys.readouterr().err.count("the process of its package has ended; a new history gets all records") == 1
+    assert capsys.readouterr().err.count("the process of its package has ended (") == 1
 
 
 # ------------------------------------------------------------ a package that is absent

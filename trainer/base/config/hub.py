@@ -33,7 +33,7 @@ Contents = Literal["config", "text", "weights"]
 """Which files are needed: config.json; also those of the tokenizer and the chat template; also the weights."""
 
 _SETTING = "model.pretrained"
-_TEXT = r"(additional_chat_templates/)?[^/]+\.(json|jinja|model|txt)"
+_TEXT = r"(additional_chat_templates/)?[^/]+\.(json|jinja|model)|(merges|vocab)\.txt"
 _PATTERNS: dict[Contents, str] = {
     "config": r"config\.json",
     "text": _TEXT,

@@ -18,9 +18,14 @@ from trainer.base.system.run_files import CONFIG_FILE
 from trainer.base.system.streams import without_credentials
 
 
-def to_toml(config: Config, show_origins: bool = False) -> str:
-    """Return the configuration as TOML, including defaults. Loading this text with load_config returns an equal configuration,
-    without the credentials in URLs. show_origins: whether comments name the values that come from [model] pretrained."""
+def to_toml(config: Config, show_origins: bool = False, keep_credentials: bool = False) -> str:
+    """Return the configuration as TOML, including defaults. Loading this text with load_config returns an equal configuration.
+
+    Args:
+        config: The configuration.
+        show_origins: Whether comments name the values that come from [model] pretrained.
+        keep_credentials: Whether URLs keep their credentials, in a private file of a process that needs them.
+    """
     lines = []
     omitted = {"training.steps"} if config.training.epochs is not None else set()  # a file has one of the two
     for section, members in groupby(settings().values(), attrgetter("section")):
@@ -30,7 +35,8 @@ def to_toml(config: Config, show_origins: bool = False) -> str:
             if s.key not in omitted
         ]
         lines += [f"[{section}]", *entries, ""]
-    return without_credentials("\n".join(lines))
+    text = "\n".join(lines)
+    return text if keep_credentials else without_credentials(text)
 
 
 def _comment(config: Config, setting: Setting, show_origins: bool) -> str:

@@ -197,6 +197,7 @@ def progress(total: int | None, unit: str, desc: str, is_bound: bool = False) ->
     # Without smoothing, the remaining time follows from the mean rate: units may take different times.
     options = {
         "file": line_stream(sys.stderr),
+        "dynamic_ncols": True,  # it looks for the width of no other stream
         "unit_scale": True,
         "smoothing": 0,
         "disable": not _is_logging_rank(),

@@ -5,6 +5,7 @@ import io
 import os
 import queue
 import re
+import select
 import stat
 import sys
 import threading
@@ -21,7 +22,8 @@ STDOUT = "stdout"
 _IN_ADDRESS = re.compile(r"(?<=://)(?:[^/\s\"'?#]+|[^/\s\"'@:]+:(?!\d+/)[^\s\"']+)@")
 """User and password in a URL. A password that is not encoded may contain any character."""
 _IN_QUERY = re.compile(
-    r"([?&;](?:[\w.-]*(?:token|key|password|passwd|pwd|secret|signature|sig|credential)[\w.-]*)=)[^&;\s\"'#]+",
+    r"([?&;](?:[\w.-]*[_.-])?(?:(?:aws)?(?:api|auth|access|refresh)?(?:token|key)(?:id)?|password|passwd|pwd|secret|signature|sig|credential)s?"
+    r"(?:[_.-][\w.-]*)?=)[^&;\s\"'#]+",
     re.IGNORECASE,
 )
 
@@ -108,8 +110,9 @@ def name_stdout_in_errors() -> None:
 
 def flush_standard_streams() -> None:
     """Write what the streams hold back. A full disk, or a reader that has exited or is paused, must not fail a complete run."""
+    end = time.monotonic() + _LAST_LINES_S
     for writer in list(_WRITERS.values()):
-        writer.wait(_LAST_LINES_S)
+        writer.is_lost = not writer.wait(0 if writer.is_lost else end - time.monotonic())
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):
             if _descriptor(stream) not in _WRITERS or _WRITERS[_descriptor(stream)].is_idle:
@@ -122,7 +125,7 @@ def print_line(text: str, stream: TextIO) -> None:
     line_stream(stream).write(f"{text}\n")
 
 
-def line_stream(stream: TextIO) -> "TextIO | QueuedStream":
+def line_stream(stream: TextIO) -> "QueuedStream":
     """Return a stream that writes to another one, which may be paused (by Ctrl-S, a pager or a stalled connection)."""
     descriptor = _descriptor(stream)
     if descriptor is None:
@@ -169,14 +172,17 @@ class QueuedStream:
 class _Writer:
     """A thread that writes texts in their order. While it waits for the reader, texts are kept, up to a limit, and then dropped.
 
-    A signal handler may write while the interrupted code does, so no lock is used: SimpleQueue and the numbers need none.
+    A signal handler may write while the interrupted code does, so no lock is used: SimpleQueue needs none, nor do the numbers
+    under Python's global lock.
     """
 
     def __init__(self) -> None:
         self.queue: queue.SimpleQueue[tuple[TextIO, str]] = queue.SimpleQueue()
         self.put = self.written = self.dropped = 0
         self.is_paused = False
-        self.thread: threading.Thread | None = None
+        self.is_lost = False
+        """Whether the end of the process has waited for the reader in vain."""
+        self.thread = threading.Thread(target=self._run, name="console", daemon=True)
 
     @property
     def is_idle(self) -> bool:
@@ -191,9 +197,9 @@ class _Writer:
             return
         self.queue.put((stream, text))
         self.put += 1
-        if self.thread is None or not self.thread.is_alive():
-            self.thread = threading.Thread(target=self._run, name="console", daemon=True)
-            self.thread.start()
+        if self.thread.ident is None:
+            with suppress(RuntimeError):  # another thread has just started it
+                self.thread.start()
         if not self.is_paused:
             self.is_paused = not self.wait(_PAUSED_S)
 
@@ -210,7 +216,7 @@ class _Writer:
             if dropped := self.dropped:
                 self.dropped -= dropped
                 text = f"({dropped} lines are not shown, because the console was paused; the log file has them)\n{text}"
-            _write(stream, text)
+            _write_unlocked(stream, text)
             self.written += 1
 
 
@@ -218,6 +224,17 @@ def _write(stream: TextIO, text: str) -> None:
     with suppress(OSError, ValueError):  # the stream may be closed
         stream.write(text)
         stream.flush()
+
+
+def _write_unlocked(stream: TextIO, text: str) -> None:
+    """Write a text, but wait for the reader without the lock of the stream: an exit of Python while a thread holds it is a fatal
+    error."""
+    with suppress(OSError, ValueError):
+        stream.flush()
+        descriptor, content = stream.fileno(), text.encode(stream.encoding or "utf-8", "backslashreplace")
+        while content:
+            select.select([], [descriptor], [])  # it may be non-blocking
+            content = content[os.write(descriptor, content) :]
 
 
 _WRITERS: dict[int, _Writer] = {}

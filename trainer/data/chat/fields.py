@@ -48,8 +48,8 @@ _NUMBERS = ("num", "n", "number", "count")
 """First words of names of counts, such as num_turns."""
 _LONGEST_DESCRIPTION = 1000
 """Maximum number of characters of what a field with such a name holds. More is a text, such as a document named "source"."""
-_PARTS = ("content", "tool_calls", "function_call")
-"""Fields of a message that hold objects with fields of their own."""
+_CALLS = ("tool_calls", "function_call")
+"""Fields of a message that hold objects with fields of their own, or their JSON text."""
 WAY_OUT = "remove it, read it under another name by data.columns, or list it in data.ignored_fields"
 """What a user can do about a field that may matter."""
 
@@ -161,17 +161,20 @@ def without(document: Any, names: Collection[str]) -> tuple[Any, set[str]]:
 
     def kept_of_message(fields: Mapping[str, Any]) -> tuple[dict[str, Any], set[str]]:
         message, removed = kept(fields)
-        for name in _PARTS:
+        for name in _CALLS:
             if name in message:
                 message[name], found = _changed_parts(_parsed(message[name]), kept)
                 removed |= found
+        if isinstance(content := message.get("content"), list):  # else a text, or the data that a tool has returned
+            parts = [kept(part) if _is_part(part) else (part, set()) for part in content]
+            message["content"], removed = [part for part, _ in parts], removed.union(*(found for _, found in parts))
         return message, removed
 
     return with_changed_fields(document, kept, kept_of_message) if names else (document, set())
 
 
 def _changed_parts(value: Any, change: "Change") -> tuple[Any, set[str]]:
-    """Return the content parts, the calls or the function of a message with changed fields, and what the changes returned."""
+    """Return the calls or the function of a message with changed fields, and what the changes returned."""
     if isinstance(value, list):
         changed = [_changed_parts(entry, change) for entry in value]
         return [entry for entry, _ in changed], set().union(*(found for _, found in changed))
@@ -182,6 +185,11 @@ def _changed_parts(value: Any, change: "Change") -> tuple[Any, set[str]]:
         fields["function"], found = change(fields["function"])
         names = names | found
     return fields, names
+
+
+def _is_part(value: Any) -> bool:
+    """Return whether an entry of a message's content is a part such as a text or an image."""
+    return isinstance(value, Mapping) and isinstance(value.get("type"), str)
 
 
 def _parsed(value: Any) -> Any:

@@ -40,6 +40,8 @@ def _first_record(text: str, is_file: bool) -> tuple[str, Mapping[str, Any]] | N
     try:
         if begin is None:
             return _table([*itertools.islice(io.StringIO(text), 2)]) if is_file else None
+        if not (is_file or begin["list"]):
+            return None
         record = json.JSONDecoder().raw_decode(text, begin.end() - 1)[0]
     except (ValueError, RecursionError, csv.Error):
         return None
@@ -54,8 +56,8 @@ def _table(lines: list[str]) -> tuple[str, Mapping[str, Any]] | None:
     if len(lines) < 2 or len(lines[0]) > _LONGEST_HEADER:
         return None
     for delimiter in ",\t":
-        names = next(csv.reader(lines[:1], delimiter=delimiter))
-        if len(names) > 1 and all(name.isidentifier() for name in names):
+        names, values = csv.reader(lines, delimiter=delimiter)
+        if len(names) == len(values) > 1 and all(name.isidentifier() for name in names):
             return "a table", dict.fromkeys(names, "x")
     return None
 

@@ -5,6 +5,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -140,7 +141,8 @@ class Delivery:
         self.backlog = Backlog(run.folder / METRICS_FILE)
         self.state_path = run.folder / "sinks" / f"{self.name.lower()}.json"
         self.saved: dict[str, Any] | None = None  # content of this file; None: it was not read yet
-        self.has_warned = False
+        self.warned: set[type[Exception]] = set()
+        """Kinds of errors that the user knows about."""
         self.work, self.closing = threading.Event(), threading.Event()
         self.thread = threading.Thread(target=self._run, name=self.name, daemon=True)
 
@@ -189,6 +191,8 @@ class Delivery:
                 console.warning(
                     f"{self.name} will not accept the records of this run ({refusal}); {METRICS_FILE} has them"
                 )
+                self.warned.add(Refused)
+                self._end_refused()
                 return
             except Exception as error:  # of a package that this project does not know
                 self._prepare_retry(error)
@@ -197,17 +201,28 @@ class Delivery:
                 retry_s = min(2 * retry_s, _LAST_RETRY_S)
 
     def _prepare_retry(self, error: Exception) -> None:
-        if isinstance(error, HistoryLost):
-            self.service.state.clear()
+        kind, warning = (
+            Exception,
+            f"{self.name} cannot be written ({first_line(error)}); the run continues and tries again",
+        )
+        if isinstance(error, HistoryLost | HistoryUnknown):
+            kind, warning = type(error), f"{self.name}: {error}; a new history gets all records"
             self.backlog.reset(0, "")
-            console.warning(f"{self.name}: {error}; a new history gets all records")
-        elif isinstance(error, HistoryUnknown):  # the old history, which the state names, is removed or marked
-            self.backlog.reset(0, "")
-            console.warning(f"{self.name}: {error}; a new history gets all records")
-        elif not self.has_warned:
-            console.warning(f"{self.name} cannot be written ({first_line(error)}); the run continues and tries again")
-            self.has_warned = True
+            if kind is HistoryLost:  # an unknown one, which the state names, is removed or marked
+                self.service.state.clear()
+        if kind not in self.warned:
+            console.warning(warning)
+            self.warned.add(kind)
         self.work.set()
+
+    def _end_refused(self) -> None:
+        """Let the history that a service has show at least how the run has ended."""
+        if self.service.state:
+            self.closing.wait()
+            with suppress(Exception):
+                last = json.loads(self.backlog.path.read_bytes().splitlines()[-1])
+                self.service.ending = last.get("ending", Ending.FINISHED)
+                self.service.close()
 
     def _deliver(self) -> None:
         """Bring the service up to date with the file."""

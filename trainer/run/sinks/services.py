@@ -1,5 +1,6 @@
 """Services for experiments, for a `Delivery`."""
 
+import errno
 import html
 import importlib.metadata
 import os
@@ -21,8 +22,11 @@ from trainer.run.sinks.sink import Ending, scalars, texts, timestamp_s
 _UNUSABLE_RUN = ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE")
 """Error codes of MLflow for a run that is unknown, deleted, or whose id has the form of another server."""
 _NO_KEY = "no API key: run `wandb login`, or set WANDB_API_KEY or WANDB_MODE=offline"
-_WILL_NOT = re.compile(r"\b(400|401|403|404|409|422)\b|not found|permission denied|invalid", re.IGNORECASE)
+_WILL_NOT = re.compile(r"returned error (400|401|403|404|409|422)\b|permission denied", re.IGNORECASE)
 """Pattern of W&B's errors after which another attempt would have the same result."""
+_MAY_CHANGE = ("ENDPOINT_NOT_FOUND", "RESOURCE_ALREADY_EXISTS")
+"""Error codes of MLflow that are no refusals: of a gateway whose server starts, and of an experiment that another run has just
+created."""
 _MLFLOW_METRICS = 1000
 """Maximum number of values in one request to MLflow."""
 _MLFLOW_SCHEMES = {
@@ -119,13 +123,15 @@ class Wandb(Service):
 
         try:
             yield
-        except (wandb.Error, ValueError):
+        except (wandb.Error, ValueError, TypeError, FileNotFoundError, PermissionError):
             raise
-        except Exception:
+        except Exception as error:
+            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise
             self.history = None
             with suppress(Exception):  # otherwise the package goes on to send to the process that has ended
                 wandb.teardown()
-            raise HistoryUnknown("the process of its package has ended") from None
+            raise HistoryUnknown(f"the process of its package has ended ({first_line(error)})") from error
 
     def restart(self) -> None:
         """Delete a run that was written offline; give any other the tag "replaced". The next one has another id."""
@@ -193,6 +199,8 @@ class MLflow(Service):
 
     can_continue = True
     most_records = 200
+    described = ""
+    """Id of the run that has got its description from this process."""
 
     def write_all(self, records: Sequence[dict[str, Any]]) -> None:
         from mlflow.entities import Metric, RunTag
@@ -210,7 +218,7 @@ class MLflow(Service):
             for name, text in texts(record).items()
         }
         tags = [RunTag(name, text) for name, text in newest.items()]
-        for start in range(0, max(len(values), len(tags), 1), _MLFLOW_METRICS):
+        for start in range(0, max(len(values), 10 * len(tags), 1), _MLFLOW_METRICS):
             part = tags[start // 10 : (start + _MLFLOW_METRICS) // 10]  # MLflow's limits: 1,000 values and 100 tags
             self._change_run("log_batch", metrics=values[start : start + _MLFLOW_METRICS], tags=part)
 
@@ -240,7 +248,8 @@ class MLflow(Service):
         try:
             yield
         except MlflowException as error:
-            if not 400 <= error.get_http_status_code() < 500 or error.get_http_status_code() in (408, 429):
+            status = error.get_http_status_code()
+            if not 400 <= status < 500 or status in (408, 429) or error.error_code in _MAY_CHANGE:
                 raise
             if self.state and not self._is_active(client):
                 raise HistoryLost(f"the run {self.state['id']} is deleted or unknown") from error
@@ -281,10 +290,12 @@ class MLflow(Service):
             client.update_run(self.state["id"], status="RUNNING")
         else:
             raise HistoryLost(f"the run {self.state['id']} is deleted or unknown")
-        try:
-            self._describe(client)
-        except MlflowException as error:  # metrics do not need it
-            console.warning(f"MLflow has not taken the description of the run ({first_line(error)})")
+        if self.described != self.state["id"]:
+            self.described = self.state["id"]
+            try:
+                self._describe(client)
+            except MlflowException as error:  # metrics do not need it
+                console.warning(f"MLflow has not taken the description of the run ({first_line(error)})")
         return client
 
     def _describe(self, client: Any) -> None:
