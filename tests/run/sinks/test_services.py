@@ -562,7 +562,7 @@ def test_mlflow_gets_all_texts_of_few_values(tmp_path):
     mlflow = pytest.importorskip("mlflow")
     service, run = of_service("mlflow", tmp_path)
     texts = {
-        "kind": "sample",
+        "kind": "samples",
         "step": 1,
         "timestamp_s": 1e9,
         "samples": [{"prompt": f"p{i}", "text": "c"} for i in range(250)],
