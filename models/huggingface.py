@@ -91,6 +91,8 @@ class HuggingFace:
     of stacked matrices is the name of the parameter, and {} in its value is the index of the expert: each of its matrices is a
     stored tensor. The matrix of expert 3 of the parameter `name` is called `name@3`. Another key that names a parameter or a
     buffer instead of a module has the complete name as its value."""
+    module_names: Mapping[str, str] = field(default_factory=dict)
+    """Part of a name in the files -> this part in the name of transformers' module, which peft's files contain."""
     ignored: Callable[[Config, Any], Collection[str]] = lambda config, sizes: ()
     """Function (config.json, sizes) -> modules in Hugging Face's format that are not part of the model, but whose tensors may be
     in its files."""

@@ -47,5 +47,6 @@ MIXTRAL = ModelSpec(
             "feed_forward.experts.w2": "block_sparse_moe.experts.{}.w2",
             "feed_forward.experts.w3": "block_sparse_moe.experts.{}.w3",
         },
+        module_names={".block_sparse_moe.gate.": ".mlp.gate."},
     ),
 )

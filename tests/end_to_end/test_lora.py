@@ -322,13 +322,14 @@ def test_another_base_model_is_refused(ranks, bases, tmp_path):
 # ---------------------------------------------------------------- exchange
 
 
+ROUTERS = ("--lora.train_fully", "*.router")
 EXCHANGED = [
     ("llama", ()),
     ("llama", ("--lora.targets", "layers.1.*,*.wq", "--lora.rslora", "true")),
     ("llama", ("--lora.train_fully", "output,layers.1.ffn_norm")),
     ("qwen3", ()),
-    ("mixtral", ("--lora.rslora", "true")),
-    ("olmoe", ()),
+    ("mixtral", ("--lora.rslora", "true", *ROUTERS)),
+    ("olmoe", ROUTERS),
     ("qwen3-moe", ()),
     ("phi", ()),
     ("phi", ("--lora.targets", "*.wq,*.w3", "--lora.rslora", "true")),
@@ -357,10 +358,15 @@ def test_merged_logits_equal_those_of_peft(ranks, finished, tmp_path, family, ex
     with torch.no_grad():
         base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
         before = base(tokens).logits
-        adapted = peft.PeftModel.from_pretrained(base, tmp_path / "peft")(tokens).logits
+        model = peft.PeftModel.from_pretrained(base, tmp_path / "peft")
+        adapted = model(tokens).logits
         merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")(tokens).logits
         (ours,) = ranks(1).run(merged_logits, checkpoint, tokens)
     assert (adapted - before).norm() > 1e-2 * before.norm()
+    model.save_pretrained(tmp_path / "saved")
+    files = [load_file(tmp_path / name / "adapter_model.safetensors") for name in ("peft", "saved")]
+    own, saved = ({key for key in file if ".lora_" not in key} for file in files)
+    assert own == saved, "peft has all modules that are trained without an adapter"
     for logits in (merged, ours):
         assert (logits - adapted).norm() <= 1e-5 * adapted.norm()
 
@@ -398,7 +404,7 @@ def test_the_adapter_of_a_model_of_several_modalities_fits_its_base_in_peft(rank
     assert len(hashes) == 1
 
 
-@pytest.mark.parametrize(("family", "extra"), [*EXCHANGED[:3], ("olmoe", ()), EXCHANGED[-1]])
+@pytest.mark.parametrize(("family", "extra"), [*EXCHANGED[:3], ("mixtral", ROUTERS), ("olmoe", ROUTERS), EXCHANGED[-1]])
 def test_a_run_continues_with_an_adapter_of_peft_or_of_another_run(ranks, bases, finished, tmp_path, family, extra):
     run = finished(family, *extra)
     write_peft(Adapter.open(checkpoint_of(run), alone=True), tmp_path / "peft")

@@ -78,9 +78,12 @@ class PeftNames:
         return weight_of(name) if _leaf_of(name) else name
 
     def in_base(self, stored: str) -> str:
-        """Return the name in the base model of a tensor or a module of the text model."""
-        is_inside = stored.startswith(f"{TEXT_MODEL}.")
-        return f"{self.text_model}{stored.removeprefix(TEXT_MODEL)}" if is_inside else stored
+        """Return the name in the base model, as transformers builds it, of a tensor of the text model or of a module."""
+        if stored.startswith(f"{TEXT_MODEL}."):
+            stored = f"{self.text_model}{stored.removeprefix(TEXT_MODEL)}"
+        for part, own in self.hf.module_names.items():
+            stored = stored.replace(part, own)
+        return stored
 
     def stored(self, name: str) -> str:
         stored, leaf = self.in_base(stored_name(self.hf, self.base(name))), _leaf_of(name)
@@ -172,7 +175,7 @@ def load_peft(folder: Path, names: PeftNames, own: Tensors, trained: Tensors) ->
         index, key_of = {}, {}
         for key in tensors.keys():  # noqa: SIM118
             stored, name = tensors.get_slice(key), key.removeprefix(_PREFIX)
-            name = f"{_PREFIX}{text_name(name) or name}"
+            name = f"{_PREFIX}{names.in_base(text_name(name) or name)}"
             dtype = DTYPE_OF.get(stored.get_dtype(), torch.uint8)
             key_of[name], index[name] = key, TensorMetadata(dtype, tuple(stored.get_shape()), ())
 

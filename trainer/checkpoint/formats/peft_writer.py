@@ -108,7 +108,7 @@ class _Export:
             "use_rslora": rslora,
             "bias": "none",
             "target_modules": self._target_modules(),
-            "modules_to_save": [names.in_base(module_of(stored)) for stored in self.fully] or None,
+            "modules_to_save": [module_of(names.in_base(stored)) for stored in self.fully] or None,
             "rank_pattern": {module: config.rank * n for module, n in fused.items()},
             "alpha_pattern": {module: alpha * (n**0.5 if rslora else n) for module, n in fused.items()},
             "inference_mode": True,
