@@ -166,7 +166,7 @@ def settings_of_test(config: Config, min_lr: float, max_lr: float, steps: int) -
         load_step=0,
         export_huggingface=False,
         export_averaged=False,
-        export_checkpoint="last",
+        export_checkpoint="auto",
     )
     return replace(
         config,

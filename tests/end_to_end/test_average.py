@@ -271,4 +271,5 @@ def test_a_merged_adapter_has_its_averages_on_request(ranks, adapter, trained, t
         "2",
     ]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert (ended.returncode, ended.stderr, ended.stdout[:4]) == (0, "", "the ")
+    newest = f"{checkpoint_of(folder)}: the newest checkpoint\n"
+    assert (ended.returncode, ended.stderr, ended.stdout[:4]) == (0, newest, "the ")

@@ -313,11 +313,12 @@ def script(*words, stdin=""):
 
 def test_the_command_continues_a_prompt_and_chats(chat_run):
     code, out, err = script(chat_run, "--prompt", "def f", "--temperature", "0", "--max-new-tokens", "5")
-    assert (code, err) == (0, "")
+    newest = f"{checkpoint_of(chat_run)}: the newest checkpoint"
+    assert (code, err) == (0, newest)
     assert out.startswith("def f") and out.endswith("\n") and len(out) > 7
     options = ["--chat", "--temperature", "0", "--max-new-tokens", "5"]
     code, out, err = script(chat_run, *options, stdin="Hello!\n\nAgain.\n")
-    assert (code, err, out.count("\n") >= 2) == (0, "", True)
+    assert (code, err, out.count("\n") >= 2) == (0, newest, True)
 
 
 def test_errors_of_the_model_are_one_line(chat_run, tmp_path):
@@ -334,7 +335,9 @@ def test_errors_of_the_model_are_one_line(chat_run, tmp_path):
             "did you mean 'llama3'?",
         ),
     ):
-        assert script(*words) == (2, "", line)
+        code, out, err = script(*words)
+        assert (code, out) == (2, "")
+        assert err in (line, f"{checkpoint_of(chat_run)}: the newest checkpoint\n{line}")
 
 
 def test_a_tokenizer_configuration_that_is_not_utf_8_is_one_line(ranks, chat_run, tmp_path):

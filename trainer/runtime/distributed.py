@@ -88,7 +88,7 @@ def init_process_group(config: DistributedConfig, device: torch.device) -> None:
 
 
 def _require_usable_group(backends: str) -> None:
-    """Raise ConfigError if the process group that exists lacks one of the backends, such as "cpu:gloo,cuda:nccl", or has other
+    """Raise ConfigError if the process group that exists lacks one of the backends that the device needs, or has other
     ranks than the environment variables say, which name them in messages and choose their devices."""
     existing = dict(pair.split(":") for pair in dist.get_backend_config().split(","))
     needed = dict(pair.split(":") for pair in backends.split(",")) if ":" in backends else {"cpu": backends}

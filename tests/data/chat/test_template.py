@@ -1,3 +1,4 @@
+import signal
 import threading
 
 import pytest
@@ -166,8 +167,16 @@ def test_a_kill_from_outside_is_not_a_failure_of_the_conversation():
     """Otherwise a killed process could mark a good document as bad."""
     template = ChatTemplate.compile("{% for a in range(n) %}{% for b in range(n) %}{% endfor %}{% endfor %}")
     threading.Timer(0.2, template._process.kill).start()
-    message = r"^data\.chat_template: the process that renders the template ended with status -9$"
+    message = (
+        r"^data\.prepare_workers: a process that renders the chat template was killed, probably for lack of memory"
+    )
     with pytest.raises(ConfigError, match=message):
+        rendering(template, n=99999)
+    template = ChatTemplate.compile("{% for a in range(n) %}{% for b in range(n) %}{% endfor %}{% endfor %}")
+    threading.Timer(0.2, template._process.send_signal, (signal.SIGSEGV,)).start()
+    with pytest.raises(
+        ConfigError, match=r"^data\.chat_template: the process that renders the template ended with status -11$"
+    ):
         rendering(template, n=99999)
 
 

@@ -69,4 +69,4 @@ def why_chosen(source: Path, chosen: Path) -> str:
 def better_than(source: Path, chosen: Path) -> str:
     """Return which checkpoint of a run is better than `chosen`, its newest one, or "". source: the run folder."""
     best = 0 if chosen == source else best_step(source / CHECKPOINTS)
-    return f"the best by its evaluations is {source}{BEST}, of step {best}" if best not in (0, step_of(chosen)) else ""
+    return f"the best by its evaluations is {source}{BEST}, of step {best}" if best and best != step_of(chosen) else ""
