@@ -202,12 +202,16 @@ LINES = {
     (
         "--layout",
         "model.n_layers=2",
-    ): "--layout 'model.n_layers=2': --model.n_layers: unknown setting; did you mean '--model.name'?",
+    ): "--layout 'model.n_layers=2': --model.n_layers: unknown setting; use '--model.overrides': n_layers; "
+    "model.name and model.size choose a published model; an override changes one dimension of it",
     (
         "--layout",
         "dp_shard=3",
     ): "--layout 'dp_shard=3': training.global_batch_size: 8 must be a multiple of 3, the number of microbatches on all "
     "data-parallel ranks",
+    ("--training.local_batch_size", "3", "--training.global_batch_size", "8"): (  # of the reference, before any row
+        "--training.global_batch_size 8: must be a multiple of local_batch_size 3 x 1 data-parallel ranks = 3"
+    ),
     ("--layout", "dp_shard=-1"): "--layout 'dp_shard=-1': dp_shard must be a number of ranks here (default: 1)",
     ("--training.stps", "5"): "--training.stps: unknown setting; did you mean '--training.steps'?",
     ("--layout", "tp=2 tp=4"): "--layout 'tp=2 tp=4': tp=4: tp is given twice",

@@ -302,6 +302,9 @@ class Row:
         config = load_layout(runs.flags(settings))
         with config.explained_errors():
             compatibility.check(config, {GRADIENTS_COMPARED: Known(True)})
+        reference = load_config(runs.flags(layout.single_rank_settings))
+        with reference.explained_errors():
+            resolve(reference, 1)
         return cls(layout, config, settings, microbatches)
 
     def measure(self, runs: Runs, bug: str = "") -> "Comparison":
