@@ -85,6 +85,8 @@ def test_rates_are_those_of_the_largest_batch_and_the_duration_counts_samples():
         (ExecutionPoint("layers.13.attention.wq", False), "forward of block 13"),
         (ExecutionPoint("norm", True), "backward of the last norm"),
         (ExecutionPoint("", False), "the update"),
+        (ExecutionPoint("", False, in_schedule=True), "the pipeline's schedule, outside blocks"),
+        (ExecutionPoint("", True), "the start of backward"),
     ],
 )
 def test_the_place_of_the_peak_is_named_in_words(point, words):

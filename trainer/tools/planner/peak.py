@@ -21,7 +21,7 @@ _MODULES = {"output": "the output with its loss", "tok_embeddings": "the embeddi
 def place(point: ExecutionPoint) -> str:
     """Return the description of an execution point: "backward of block 3", "the update"."""
     if not point.module:
-        return "the update"
+        return str(point)
     first, _, rest = point.module.partition(".")
     module = f"block {rest.partition('.')[0]}" if first == "layers" else _MODULES.get(first, point.module)
     return f"{'backward' if point.in_backward else 'forward'} of {module}"

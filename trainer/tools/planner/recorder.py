@@ -70,13 +70,18 @@ class Allocation:
 
 @dataclass(frozen=True)
 class ExecutionPoint:
-    """A point in a step: forward or backward of a module, or the optimizer update."""
+    """A point in a step: forward or backward of a module, outside modules in a pipeline's schedule, or the optimizer update."""
 
     module: str
     in_backward: bool
+    in_schedule: bool = False
 
     def __str__(self) -> str:
-        return f"{'backward' if self.in_backward else 'forward'} of {self.module}" if self.module else "the update"
+        if self.module:
+            return f"{'backward' if self.in_backward else 'forward'} of {self.module}"
+        if self.in_backward:
+            return "the start of backward"
+        return "the pipeline's schedule, outside blocks" if self.in_schedule else "the update"
 
 
 @dataclass
@@ -174,7 +179,7 @@ class Recorder(TorchDispatchMode):
         key = storage._cdata
         self._alive[key] = weakref.ref(storage, lambda _: self._free(key)), allocation
         self.allocations.append(allocation)
-        point = ExecutionPoint(allocation.module, allocation.in_backward)
+        point = ExecutionPoint(allocation.module, allocation.in_backward, self.in_schedule)
         # A tensor that existed before the recording may be observed in the middle of it. The events of the points must ascend.
         if not self.points or (event >= 0 and self.points[-1][1] != point):
             self.points.append((event, point))
