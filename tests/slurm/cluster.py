@@ -9,6 +9,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from datetime import datetime, timedelta
 from pathlib import Path
 
 from trainer.base.system.process import die_with_parent
@@ -147,13 +148,16 @@ class Cluster:
 
     def start_again(self, job: str) -> None:
         """Start a job that was queued again. Slurm would wait two minutes, and it sets the start again, and refuses to change it,
-        while the previous run of the job ends; so it is changed until the job runs."""
+        while the previous run of the job ends; so it is changed until it is near. A start in the second in which the previous
+        run was ended would be refused with it ("Job credential revoked")."""
 
         def runs() -> bool:
-            state = self.job(job)["JobState"]
-            if state == "PENDING":
-                self.call("scontrol", "update", f"JobId={job}", "StartTime=now", check=False)
-            return state == "RUNNING"
+            facts = self.job(job)
+            if facts["JobState"] == "PENDING" and datetime.fromisoformat(
+                facts["StartTime"]
+            ) > datetime.now() + timedelta(seconds=5):
+                self.call("scontrol", "update", f"JobId={job}", "StartTime=now+2", check=False)
+            return facts["JobState"] == "RUNNING"
 
         wait_until(runs, lambda: f"{self.job(job)}\n{self.logs()}")
 
