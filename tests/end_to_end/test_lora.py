@@ -305,6 +305,22 @@ def test_adapters_of_experts_resume_with_another_ep(ranks, bases, tmp_path):
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
 
 
+def test_the_load_of_layers_before_all_adapters_is_counted_once(ranks, bases, tmp_path):
+    """Their routers have no gradient, and blocks are computed twice."""
+    flags = [*bases("mixtral"), *LORA, "--training.steps", "1", "--training.local_batch_size", "4"]
+    loads = []
+    for name, settings in {
+        "all": ["--lora.targets", "*", "--lora.train_fully", "tok_embeddings"],
+        "experts": ["--lora.targets", "*.experts.*", "--activation_checkpoint.mode", "full"],
+        "last": ["--lora.targets", "layers.1.*.experts.*"],
+    }.items():
+        ranks(2).run(train, [*flags, *settings, *in_folder(tmp_path / name)])
+        (record,) = records(tmp_path / name)
+        loads.append({key: value for key, value in record.items() if "expert" in key})
+    assert loads[0] == loads[1] == loads[2] and loads[0]["expert_load_violation"] >= 0
+    assert "idle_experts" in loads[0]
+
+
 def test_another_base_model_is_refused(ranks, bases, tmp_path):
     argv = [*bases("llama"), *LORA, *in_folder(tmp_path / "run")]
     ranks(1).run(train, [*argv, "--training.steps", "2"])

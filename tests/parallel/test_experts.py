@@ -132,25 +132,32 @@ def test_padding_is_in_no_loss_and_no_count(ranks):
     assert values[0] > 0 and values[1] > 0
 
 
-def metrics_of_load():
+def metrics_of_load(*counts_of_layers):
     *_, mixture = balanced(ExpertsConfig(), [[0] * 4])
     layers = torch.nn.ModuleDict({"0": mixture, "1": MixtureOfExperts(SIZES)})
     apply_balance(layers["1"], ExpertsConfig(), Meshes(ParallelDims.from_config(ParallelConfig(), 1), CPU), CPU)
     load = ExpertLoad([layers], SIZES, ExpertsConfig(), CPU)
-    for layer, counts in ((0, [4, 0, 4, 0]), (1, [2, 2, 2, 2])):
+    for layer, counts in enumerate(counts_of_layers):
         balance = layers[str(layer)].balance
         assert isinstance(balance, Balance)
         balance.totals.copy_(torch.tensor([*counts, 0, 0]))
-    return {name: value.item() for name, value in load.take().items()}, load.take()["idle_experts"].item()
+    metrics = {name: value.item() for name, value in load.take().items()}
+    load.take()
+    return metrics, load.counts.sum().item()
 
 
 def test_metrics_of_the_load(ranks):
-    ((metrics, idle_after),) = ranks(1).run(metrics_of_load)
+    ((metrics, count_after),) = ranks(1).run(metrics_of_load, [4, 0, 4, 0], [2, 2, 2, 2])
     assert metrics == pytest.approx(
         {"balance_loss": 0.0, "router_z_loss": 0.0, "expert_load_violation": 0.5, "expert_load_violation_max": 1.0}
         | {"expert_load_entropy": 0.75, "idle_experts": 0.25}
     )
-    assert idle_after == 1.0  # the next step starts at zero
+    assert count_after == 0  # the next step starts at zero
+    ((of_one_layer, _),) = ranks(1).run(metrics_of_load, [4, 0, 4, 0], [0, 0, 0, 0])  # the other has not counted
+    assert of_one_layer == pytest.approx(
+        {"balance_loss": 0.0, "router_z_loss": 0.0, "expert_load_violation": 1.0, "expert_load_violation_max": 1.0}
+        | {"expert_load_entropy": 0.5, "idle_experts": 0.5}
+    )
 
 
 @pytest.mark.parametrize(

@@ -153,9 +153,8 @@ class Cluster:
 
         def runs() -> bool:
             facts = self.job(job)
-            if facts["JobState"] == "PENDING" and datetime.fromisoformat(
-                facts["StartTime"]
-            ) > datetime.now() + timedelta(seconds=5):
+            soon = (datetime.now() + timedelta(seconds=5)).isoformat()
+            if facts["JobState"] == "PENDING" and facts["StartTime"] > soon:  # "Unknown" is later, too
                 self.call("scontrol", "update", f"JobId={job}", "StartTime=now+2", check=False)
             return facts["JobState"] == "RUNNING"
 

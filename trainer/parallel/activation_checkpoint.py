@@ -176,3 +176,8 @@ def call_outside_checkpoint(function: Callable, *args: Any, **kwargs: Any) -> An
     is_inside = isinstance(_get_current_dispatch_mode(), _CachingTorchDispatchMode | _CachedTorchDispatchMode)
     with _pop_mode_temporarily() if is_inside else nullcontext():
         return function(*args, **kwargs)
+
+
+def in_backward() -> bool:
+    """Return whether autograd runs a backward in this thread. A forward is then a recomputation."""
+    return torch._C._current_graph_task_id() != -1

@@ -17,6 +17,7 @@ from models.context import Context
 from models.moe import MixtureOfExperts, Routing
 from models.sizes import MixtureSizes
 from trainer.base.config import ExpertsConfig
+from trainer.parallel.activation_checkpoint import in_backward
 from trainer.parallel.mesh import Meshes
 from trainer.runtime.distributed import sum_over
 
@@ -57,6 +58,10 @@ class Balance(nn.Module):
         losses = self._losses(routing, valid, counts)  # (2,)
         coefficients = losses.new_tensor([self.balance_loss, self.z_loss]) / self.num_samples
         statistics = torch.cat([counts.sum(0).double(), losses.detach().double()])
+        if not routing.weights.requires_grad:  # of a layer before all trained parameters, which has no backward
+            if not (torch.compiler.is_compiling() or in_backward()):
+                self.totals.add_(statistics)
+            return routing.weights
         return _Attach.apply(routing.weights, losses @ coefficients, self.totals, statistics)
 
     def _losses(self, routing: Routing, valid: Tensor, counts: Tensor) -> Tensor:
@@ -153,6 +158,8 @@ class ExpertLoad:
         """Return metrics of the step by name, over all ranks.
 
         balance_loss, router_z_loss: Means over samples and layers.
+        All are about the layers that have counted: a compiled one before all trained parameters does not.
+
         expert_load_violation: Load of a layer's busiest expert, relative to the mean load, minus 1; mean over layers.
         expert_load_violation_max: Largest of the layers.
         expert_load_entropy: Entropy of a layer's load, relative to that of an even load; mean over layers.
@@ -163,18 +170,23 @@ class ExpertLoad:
             packed[self.rows[layer]] = mixture.balance.totals
             mixture.balance.totals.zero_()
         packed = sum_over(packed, dist.group.WORLD)
-        counts, losses = packed[:, :-2], packed[:, -2:].mean(0) / self.num_samples
-        self.counts = counts
+        counts = self.counts = packed[:, :-2]
+        has_counted = (counts.sum(1) > 0).double()
+
+        def mean(values: Tensor) -> Tensor:
+            return has_counted @ values / has_counted.sum().clamp(min=1)
+
+        losses = mean(packed[:, -2:]) / self.num_samples
         shares = counts / counts.sum(1, keepdim=True).clamp(min=1)  # (layers, experts)
         violation = shares.amax(1) * self.shape[1] - 1
         entropy = -torch.special.xlogy(shares, shares).sum(1) / math.log(max(2, self.shape[1]))
         return {
             "balance_loss": losses[0],
             "router_z_loss": losses[1],
-            "expert_load_violation": violation.mean(),
-            "expert_load_violation_max": violation.amax(),
-            "expert_load_entropy": entropy.mean(),
-            "idle_experts": (counts == 0).double().mean(),
+            "expert_load_violation": mean(violation),
+            "expert_load_violation_max": violation.amax().clamp(min=0),
+            "expert_load_entropy": mean(entropy),
+            "idle_experts": mean((counts == 0).double().mean(1)),
         }
 
     @torch.no_grad()

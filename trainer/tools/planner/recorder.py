@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from trainer.parallel.activation_checkpoint import in_backward
 from trainer.runtime.dtensor import to_local
 
 aten = torch.ops.aten
@@ -346,10 +347,6 @@ def _written(func, args: tuple, kwargs: dict) -> list[Tensor]:
     values = _arguments(func, args, kwargs)
     names = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
     return [t for t in tree_leaves([values.get(name) for name in names]) if isinstance(t, Tensor)]
-
-
-def in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
 
 
 _COLLECTIVES = {
