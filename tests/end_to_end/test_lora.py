@@ -651,6 +651,10 @@ MISTAKES = {
         "[4, 3], expected [4, 64]"
     ),
     ("--lora.init_from", "{dora}"): "--lora.init_from {dora}: {dora}: adapter_config.json: use_dora true must be false",
+    ("--lora.init_from", "{stacks}"): (
+        '--lora.init_from {stacks}: {stacks}: adapter_config.json: target_parameters ["mlp.experts.down_proj"]: adapters of '
+        "stacked experts in this form cannot be continued; merge them in peft (merge_and_unload), and use the model as a base"
+    ),
     ("--lora.init_from", "{base}"): (
         "--lora.init_from {base}: {base_checkpoint} contains no adapter, but is the checkpoint of a complete model; use it as "
         "checkpoint.init_from"
@@ -683,10 +687,20 @@ def places(finished, bases, tmp_path_factory):
     places = {"run": run, "checkpoint": checkpoint_of(run), "base": Path(bases("llama")[-1])}
     places |= {
         name: folder / name
-        for name in ("peft", "shape", "dora", "damaged", "linked", "linked_config", "rankless", "unknown_base")
+        for name in (
+            "peft",
+            "shape",
+            "dora",
+            "stacks",
+            "damaged",
+            "linked",
+            "linked_config",
+            "rankless",
+            "unknown_base",
+        )
     }
     places["base_checkpoint"] = checkpoint_of(places["base"])
-    for name in ("peft", "shape", "dora", "linked", "linked_config"):
+    for name in ("peft", "shape", "dora", "stacks", "linked", "linked_config"):
         write_peft(Adapter.open(places["checkpoint"], alone=True), places[name])
     for name, file in (("linked", "adapter_model.safetensors"), ("linked_config", "adapter_config.json")):
         (places[name] / file).unlink()
@@ -694,8 +708,9 @@ def places(finished, bases, tmp_path_factory):
     tensors = load_file(places["shape"] / "adapter_model.safetensors")
     tensors["base_model.model.model.layers.0.mlp.down_proj.lora_A.weight"] = torch.zeros(4, 3)
     save_file(tensors, places["shape"] / "adapter_model.safetensors")
-    config = json.loads((places["dora"] / "adapter_config.json").read_text()) | {"use_dora": True}
-    (places["dora"] / "adapter_config.json").write_text(json.dumps(config))
+    for name, change in (("dora", {"use_dora": True}), ("stacks", {"target_parameters": ["mlp.experts.down_proj"]})):
+        config = json.loads((places[name] / "adapter_config.json").read_text()) | change
+        (places[name] / "adapter_config.json").write_text(json.dumps(config))
     shutil.copytree(places["checkpoint"], places["damaged"])
     damage(places["damaged"])
     for name, change in (("rankless", {"rank": None}), ("unknown_base", {"base_dtype": "nf3"})):
