@@ -115,10 +115,9 @@ def read_rope(config: Config, sizes_type: type[Sizes]) -> dict[str, Any]:
             for key, value in ((longest, config.get(longest)), (original, length)):
                 require(key, value, int)
             rope["factor"] = config[longest] / length
-    unset = {
-        key: (None, 0) if key in ("mscale", "mscale_all_dim") else (None,) for key in keys.values()
-    }  # as in transformers
-    values = {name: rope[key] for name, key in keys.items() if rope.get(key) not in unset[key]}
+    for key in ("mscale", "mscale_all_dim"):  # as in transformers
+        rope = {**rope, key: rope.get(key) or None}
+    values = {name: rope[key] for name, key in keys.items() if rope.get(key) is not None}
     if missing := [key for name, key in keys.items() if name not in values and used[name] is MISSING]:
         raise ValueError(f"{missing[0]} is missing")
     return values | {"rope_theta": first(rope.get("rope_theta"), config["rope_theta"]), "rope_type": rope_type}

@@ -60,7 +60,6 @@ def arguments() -> Arguments:
 if __name__ == "__main__":
     answer_early(arguments())  # before torch is imported
 
-
 from models import MODELS
 from trainer.base.config.checkpoints import resolve_checkpoint, why_chosen
 from trainer.base.config.recognition import is_adapter, is_checkpoint

@@ -51,7 +51,12 @@ _TURN = ("<start_of_turn>", "<end_of_turn>", "<start_of_image>")
 _PHI = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
 _HARMONY = ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|call|>", "<|constrain|>")
 _BAR = "\uff5c"  # DeepSeek's names have full-width bars
-_DEEPSEEK = (_TRL / "deepseekv3.jinja").read_text()
+_DEEPSEEK = (
+    tuple(re.findall(f"<{_BAR}[^{_BAR}]+{_BAR}>", (_TRL / "deepseekv3.jinja").read_text())),
+    f"<{_BAR}begin\u2581of\u2581sentence{_BAR}>",
+    f"<{_BAR}end\u2581of\u2581sentence{_BAR}>",
+)
+"""Special tokens, and those at the beginning and at the end of a text."""
 
 
 _INSTRUCT = tuple(dict.fromkeys(re.findall(r"\[/?[A-Z_]+\]", published.MISTRAL_7B + published.MINISTRAL)))
@@ -103,16 +108,12 @@ FAMILIES = {
     "gpt-oss": Family("gptoss.jinja", _HARMONY, "<|startoftext|>", "<|return|>", answers=_HARMONY_ANSWERS),
     "DeepSeek V3": Family(
         "deepseekv3.jinja",
-        tuple(re.findall(f"<{_BAR}[^{_BAR}]+{_BAR}>", _DEEPSEEK)),
-        f"<{_BAR}begin\u2581of\u2581sentence{_BAR}>",
-        f"<{_BAR}end\u2581of\u2581sentence{_BAR}>",
+        *_DEEPSEEK,
         answers=_DEEPSEEK_ANSWERS,
     ),
     "R1 Distill": Family(
         "deepseek_r1_distill.jinja",
-        tuple(re.findall(f"<{_BAR}[^{_BAR}]+{_BAR}>", _DEEPSEEK)),
-        f"<{_BAR}begin\u2581of\u2581sentence{_BAR}>",
-        f"<{_BAR}end\u2581of\u2581sentence{_BAR}>",
+        *_DEEPSEEK,
         answers=_R1_ANSWERS,
     ),
 }

@@ -75,7 +75,7 @@ def may_matter(name: str, value: Any) -> bool:
     Its name tells, or its value: a flag, a text, a list or an object may matter. A number and a single word do not, nor does what
     only identifies or describes its document, such as a URL.
     """
-    words = [word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+", name)]
+    words = _words_of(name)
     if "_".join(words) in _CONSEQUENTIAL or not _WORDS.isdisjoint(words) or _is_flag(value):
         return True
     if isinstance(value, int | float):
@@ -93,8 +93,13 @@ def _is_flag(value: Any) -> bool:
 
 def is_identity(name: str) -> bool:
     """Return whether a field only identifies the message that has it, so that each message has another value."""
-    words = re.findall(r"[A-Z]?[a-z]+|[A-Z]+", name)
-    return bool(words) and words[-1].lower() in _IDENTITIES
+    words = _words_of(name)
+    return bool(words) and words[-1] in _IDENTITIES
+
+
+def _words_of(name: str) -> list[str]:
+    """Return the words of a field's name, such as those of lossMask and loss_mask, in lower case."""
+    return [word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+", name)]
 
 
 def unused_fields(fields: Mapping[str, Any], known: Collection[str], owner: str = "the document") -> tuple[str, ...]:
@@ -115,7 +120,13 @@ def unused_fields(fields: Mapping[str, Any], known: Collection[str], owner: str 
 
 
 def consequential(owner: str, names: Sequence[str], why: str) -> str:
-    """Return the message about fields that may matter. owner: what has them, with its verb. why: why they are not used."""
+    """Return the message about fields that may matter.
+
+    Args:
+        owner: What has them, with its verb.
+        names: Their names.
+        why: Why they are not used.
+    """
     fields, are, them = ("fields", "are", "them") if len(names) > 1 else ("field", "is", "it")
     return (
         f"{owner} the {fields} {', '.join(names)}, which may change what is trained on and {are} {why}; "
