@@ -67,7 +67,7 @@ def init_process_group(config: DistributedConfig, device: torch.device) -> None:
         _require_usable_group(devices.communication_backend(device))
         return
     _allow_more_connections()
-    check_network_devices(needs_loopback=1 < world_size() == devices.local_world_size())
+    check_network_devices(needs_loopback=world_size() == devices.local_world_size())
     store = _create_store(config.init_timeout_s)
     rank = int(os.environ.get("RANK", "0"))
     announces = rank == 0 and world_size() > 1

@@ -6,6 +6,8 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -64,11 +66,18 @@ def die_with_parent() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
+_PGREP = threading.Lock()
+"""Held while the command pgrep is a child of this process, so that no other thread takes it for a rank."""
+
+
 def children() -> list[int]:
     """Return the ids of running child processes."""
-    try:
-        tasks = Path("/proc/self/task").iterdir()
-        return [int(pid) for task in tasks for pid in (task / "children").read_text().split()]
-    except OSError:  # not Linux
-        found = subprocess.run(["pgrep", "-P", str(os.getpid())], capture_output=True, text=True, check=False)
+    if not Path("/proc/thread-self/children").exists():  # not Linux
+        with _PGREP:
+            found = subprocess.run(["pgrep", "-P", str(os.getpid())], capture_output=True, text=True, check=False)
         return [int(pid) for pid in found.stdout.split()]
+    found = []
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(OSError):  # a thread that has just ended, whose children another thread has now
+            found += map(int, (task / "children").read_text().split())
+    return found
