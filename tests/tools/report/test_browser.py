@@ -1,12 +1,16 @@
 """The page in a browser: what is drawn, and what mouse and keyboard show. Skipped where there is no Chromium."""
 
+import itertools
 import json
 import math
 import os
 import re
 import shutil
+import struct
 from pathlib import Path
+from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 
 from tests.tools.report.run_folders import HOSTILE, train_record, write_run
@@ -58,7 +62,11 @@ def runs(tmp_path_factory):
     names = {"first": 1.0, "second": 1.5, HOSTILE.replace("/", "-"): 2.0}
     save = {"kind": "checkpoint", "step": 50, "blocked_s": 0.5}
     return [
-        write_run(folder / name, [*(train_record(step, loss) for step, loss in losses(factor).items()), save])
+        write_run(
+            folder / name,
+            [*(train_record(step, loss, tokens_seen=64 * step) for step, loss in losses(factor).items()), save],
+            ["--optimizer.lr", str(factor / 100)],
+        )
         for name, factor in names.items()
     ]
 
@@ -207,7 +215,7 @@ def test_a_run_can_be_hidden(page, loss_plot):
 
 
 def test_the_colors_follow_the_scheme_of_the_reader(page):
-    color = "Bokeh.documents[0].get_model_by_name('figure-0').renderers[0].glyph.line_color.value"
+    color = "Bokeh.documents[0].get_model_by_name('figure-0').renderers[1].glyph.line_color.value"
     color = f"[{color}, {MARK}.line_color, {MARK}.location]"
     before = page.evaluate(color)
     page.emulate_media(color_scheme="dark")
@@ -217,8 +225,158 @@ def test_the_colors_follow_the_scheme_of_the_reader(page):
     assert (before, after) == (["#0b62a4", "#b93c08", 40], ["#6cb6ff", "#ffa05c", 40])
 
 
+def test_a_figure_can_be_saved_in_the_light_colors_whatever_the_scheme(page):
+    page.emulate_media(color_scheme="dark")
+    saved = {}
+    for kind in ("svg", "png"):
+        with page.expect_download() as download:
+            page.locator(f"figure:has(#plot-figure-0) button[data-save={kind}]").click()
+        saved[kind] = download.value
+    page.emulate_media(color_scheme="light")
+    svg = Path(saved["svg"].path()).read_text()
+    root = ElementTree.fromstring(svg)
+    assert saved["svg"].suggested_filename == "Training_loss_nats.svg"
+    assert {"Training loss (nats)", "first", "second", "60"} <= {element.text for element in root.iter()}
+    assert "#0b62a4" in svg and not re.search(r"#6cb6ff|rgb\(108, ?182, ?255", svg)
+    content = Path(saved["png"].path()).read_bytes()
+    size = struct.unpack(">II", content[16:24])
+    assert content[1:4] == b"PNG" and size == tuple(2 * int(root.get(key)) for key in ("width", "height"))
+
+
+def test_on_paper_every_figure_is_a_picture_that_fits(page):
+    page.evaluate("dispatchEvent(new Event('beforeprint'))")
+    page.emulate_media(media="print")
+    page.set_viewport_size({"width": 700, "height": 900})
+    plots = page.locator("section figure .plot").all()
+    seen = [
+        plot.evaluate("e => [...e.children].filter((c) => c.getBoundingClientRect().width).map((c) => c.nodeName)")
+        for plot in plots
+    ]
+    width = page.evaluate("document.documentElement.scrollWidth")
+    page.emulate_media(media="screen")
+    page.set_viewport_size({"width": 1000, "height": 900})
+    assert seen == [["svg"]] * 7 and width <= 700
+
+
+def choose(page, **values):
+    for name, value in values.items():
+        control = page.locator(f"#controls [name={name}]")
+        if isinstance(value, bool):
+            control.set_checked(value)
+        elif name == "filter":
+            control.fill(value)
+        else:
+            control.select_option(value)
+    page.evaluate(FRAMES)
+
+
+def y_axis(page, figure="figure-0"):
+    model = f"Bokeh.documents[0].get_model_by_name('{figure}')"
+    return page.evaluate(
+        f"[{model}.y_scale.type, {model}.y_range.start, {model}.y_range.end, {model}.left[0].ticker.type]"
+    )
+
+
+def test_the_axis_may_be_logarithmic(page, loss_plot):
+    choose(page, log=True)
+    kind, start, end, ticker = y_axis(page)
+    choose(page, log=False)
+    assert (kind, ticker) == ("LogScale", "LogTicker") and 2 < start < 3 and 6 < end < 7
+    assert y_axis(page)[::3] == ["LinearScale", "BasicTicker"]
+
+
+@pytest.mark.parametrize(
+    ("unit", "last", "said"),
+    [("tokens", 120 * 64, "at 7,680 tokens"), ("hours", 120 * 2 / 3600, "at 0.067 hours of steps")],
+)
+def test_the_curves_may_be_drawn_over_tokens_or_hours(page, loss_plot, unit, last, said):
+    choose(page, unit=unit)
+    shown = float(page.locator("#zoom input[name=to]").input_value())
+    loss_plot.focus()
+    page.keyboard.press("End")
+    text = page.locator("#at-figure-0").inner_text()
+    page.keyboard.press("Escape")
+    choose(page, unit="steps")
+    assert shown == pytest.approx(last, rel=1e-5) and text == said
+    expect_zoom(page, 1, STEPS)
+
+
+def test_figures_are_filtered_by_words_of_their_titles(page):
+    titles = page.locator("figure:visible h3")
+    every = titles.count()
+    choose(page, filter="LOSS train")
+    found = titles.all_inner_texts()
+    groups = page.locator("section:has(figure):visible").count()
+    choose(page, filter="")
+    assert found == ["Training loss (nats)"] and groups == 1 and titles.count() == every
+
+
+def test_the_table_of_runs_is_sorted_by_a_click(page):
+    rows, button = page.locator("table.sorted tbody tr th"), page.get_by_role("button", name="Training loss")
+    orders = []
+    for _ in range(2):
+        button.click()
+        orders.append([text.strip() for text in rows.all_inner_texts()])
+    assert orders[0][:2] == ["first", "second"] and orders[1] == orders[0][::-1]
+    page.get_by_role("button", name="optimizer.lr").click()
+    assert rows.first.inner_text().strip() == "first"
+    assert page.locator("table.sorted th[aria-sort]").get_attribute("aria-sort") == "ascending"
+
+
+# ---- functions of curves.js
+
+
+def test_groups_have_the_extremes_and_means_of_their_values(page):
+    y = np.random.default_rng(0).normal(size=1003)
+    y[[5, 700]] = math.nan
+    found = page.evaluate(
+        "y => curves.grouped(y.map((_, i) => i), y.map((v) => v ?? NaN), 150)",
+        [None if math.isnan(v) else v for v in y],
+    )
+    edges = [group * len(y) // 150 for group in range(151)]
+    parts = [y[a:b] for a, b in itertools.pairwise(edges)]
+    for name, function in (("low", np.nanmin), ("high", np.nanmax), ("mean", np.nanmean)):
+        np.testing.assert_allclose(found[name], [function(part) for part in parts], rtol=1e-12)
+    assert found["x"] == [edge - 1 for edge in edges[1:]]
+
+
+@pytest.mark.parametrize("window", [1, 2, 10, 101, 5000])
+def test_a_moving_mean_has_the_values_around_it(page, window):
+    y = np.random.default_rng(1).normal(size=300)
+    found = page.evaluate("([y, window]) => [...curves.moving(y, window)]", [y.tolist(), window])
+    before = (window - 1) // 2
+    expected = [y[max(0, i - before) : i + window - before].mean() for i in range(len(y))]
+    np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("values", "is_log", "start", "end"),
+    [
+        ([2.25, 2.25], False, 2.025, 2.475),
+        ([0.0, 0.0], False, 0.0, 1.0),
+        ([-3.0], False, -3.3, -2.7),
+        ([0.0, 100.0], False, 0.0, 105.0),
+        ([-1.0, 1.0], False, -1.1, 1.1),
+        ([1.0, 100.0], True, 100**-0.05, 100**1.05),
+        ([], False, 0.0, 1.0),
+    ],
+)
+def test_the_range_of_an_axis(page, values, is_log, start, end):
+    found = page.evaluate("([values, isLog]) => curves.range(values, isLog)", [values, is_log])
+    assert (found["start"], found["end"]) == pytest.approx((start, end))
+
+
+def test_single_spikes_are_left_out_and_a_steep_beginning_is_not(page):
+    step = np.arange(1, 2001)
+    y = 1.5 + 9 / np.sqrt(step) + np.random.default_rng(2).normal(size=2000) / 20
+    spikes = {400: 80.0, 1200: 35.0, 1999: -20.0}
+    for index, value in spikes.items():
+        y[index] = value
+    kept = page.evaluate("y => curves.withoutSpikes(y)", y.tolist())
+    assert not set(spikes.values()) & set(kept) and kept[:2] == y[:2].tolist() and len(kept) > 1980
+
+
 def test_a_narrow_screen_needs_no_horizontal_scrolling(page):
     page.set_viewport_size({"width": 360, "height": 700})
-    width = page.evaluate("document.documentElement.scrollWidth")
+    page.wait_for_function("document.documentElement.scrollWidth <= 360")
     page.set_viewport_size({"width": 1000, "height": 900})
-    assert width <= 360

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.tools.report.run_folders import train_record
-from trainer.tools.report.figures import MEANS, Figure, Figures, figures_of, number
+from trainer.tools.report.figures import Figure, Figures, figures_of, number
 from trainer.tools.report.plan import Plan
 from trainer.tools.report.records import Records
 from trainer.tools.report.run import Run
@@ -98,10 +98,14 @@ def test_only_values_that_are_not_finite_make_an_empty_line(tmp_path):
     assert line.summary() == ["2", "", "", "", "", "2"] and line.last() == "none"
 
 
-def test_a_noisy_line_has_means(tmp_path):
-    run = run_of(tmp_path, *(train_record(step, float(step % 2)) for step in range(1, 4 * MEANS + 1)))
-    means = titled(figures_of([run], [None]), "Training loss").lines[0].means
-    assert len(means.values) == MEANS and set(means.values) == {0.5} and means.steps[-1] == 4 * MEANS
+def test_a_line_with_fewer_points_than_records_has_means_of_all_records(tmp_path, monkeypatch):
+    monkeypatch.setattr("trainer.tools.report.thinning.PAGE_POINTS", 1)  # 100 points for each curve
+    run = run_of(tmp_path, *(train_record(step, float(step % 4 == 0)) for step in range(1, 401)))
+    line = titled(figures_of([run], [None]), "Training loss").lines[0]
+    assert set(line.values) == {0.0, 1.0} and len(line.indices) <= 100
+    assert set(line.means.values) == {0.25} and line.means.steps[-1] == 400
+    few = run_of(tmp_path, *(train_record(step, float(step)) for step in range(1, 101)))
+    assert titled(figures_of([few], [None]), "Training loss").lines[0].means is None
 
 
 def test_thinning_keeps_extremes_gaps_and_ends():

@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import json
+import math
 import re
 from array import array
 from html.parser import HTMLParser
@@ -87,7 +88,7 @@ def texts(page: str) -> str:
 
 def test_texts_of_files_are_escaped_everywhere(page):
     parsed = Parsed(page)
-    assert page.count("<script") == len(parsed.scripts) == 3
+    assert page.count("<script") == len(parsed.scripts) == 5
     assert HOSTILE not in page and "&49" not in texts(page)  # nor is it a template
     assert texts(page).count("alert('x')") > 10  # the text itself is shown: name, dataset, metric, settings, samples
     assert not any(key.startswith("on") for _, attributes in parsed.tags for key in attributes)
@@ -110,7 +111,11 @@ def test_the_page_refers_to_nothing_outside(page):
 
 def test_the_models_have_the_values_of_the_records_and_no_text_of_a_run(page):
     data = json.loads(Parsed(page).scripts[0])
-    assert data["watch"] is None and data["steps"] == [1, 3]
+    assert data["watch"] is None
+    values = [np.frombuffer(base64.b64decode(text), "<f8").tolist() for text in data["arrays"]]
+    loss = data["series"]["figure-0"][0]
+    assert (loss["run"], values[loss["steps"]]) == (0, [1, 2, 3])
+    assert values[loss["y"]][::2] == [3.25, 2.125] and math.isnan(values[loss["y"]][1])
     assert set(data["roots"]) >= {"figure-0", "figure-events"}
     assert "alert" not in json.dumps(data)
 
@@ -138,6 +143,22 @@ def test_the_models_have_the_values_of_the_records_and_no_text_of_a_run(page):
 )
 def test_the_page_says(page, text):
     assert text in texts(page)
+
+
+def test_a_text_that_turns_the_direction_of_writing_is_shown_as_characters(tmp_path):
+    turned = "a\u202eb"
+    samples = {"kind": "samples", "step": 1, "samples": [{"prompt": turned, "text": turned}]}
+    records = [train_record(1, **{turned: 1.5}), train_record(2, **{turned: 2.5}), samples]
+    records += [{"kind": "eval", "dataset": turned, "step": step, "loss": 2.0} for step in (1, 2)]
+    folders = [write_run(tmp_path / f"{i}{turned}", records) for i in range(2)]
+    page = page_of(*folders)
+    assert "\u202e" not in page and page.count(r"a\u202eb") > 20
+
+
+def test_a_run_that_ended_with_a_problem_says_so_first(tmp_path):
+    end = {"kind": "end", "step": 1, "ending": "done", "problem": "its gradients have vanished"}
+    page = texts(page_of(write_run(tmp_path / "run", [train_record(1), end])))
+    assert "it ended, but its gradients have vanished" in page.partition("Drag in a figure")[0]
 
 
 def test_passwords_of_urls_are_left_out(page):
@@ -182,7 +203,7 @@ def test_ten_thousand_records_stay_below_six_megabytes(tmp_path):
     run = Run(tmp_path, "run", Records(curves, train_steps=steps))
     page = render([run], [None])
     assert 4e6 < len(page.encode()) < 6e6
-    assert "Pale line: every record." in page
+    assert "Drawn: not every record" not in page
 
 
 def test_a_served_page_knows_its_version(tmp_path):
@@ -199,7 +220,7 @@ def _luminance(color: str) -> float:
 
 def test_texts_and_lines_contrast_with_both_backgrounds(page):
     css = re.search(r"<style>(.*?)</style>", page, re.DOTALL)[1]
-    light, dark = re.findall(r":root \{(.*?)\}", css, re.DOTALL)
+    light, dark = re.findall(r"\{([^{}]*--page:[^{}]*)\}", css)
     for scheme in (light, dark):
         colors = dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6})", scheme))
         assert sum(name.startswith(("run-", "phase-")) for name in colors) == 8 + 9

@@ -1,47 +1,67 @@
-"""The figures as models of Bokeh, which its script draws in the browser.
+"""The figures as models of Bokeh, which its script draws in the browser, and the numbers of their lines.
 
-The models contain numbers and names that this project has chosen, never texts of a run. Colours are those of page.css: page.js
-sets them, because they depend on the reader's colour scheme.
+The models contain names that this project has chosen, never texts of a run. page.js fills them with the numbers that are visible,
+and sets their colours, which are those of page.css.
 """
 
+import base64
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from trainer.base.config.packages import require_package
 from trainer.tools.report.events import NAMES, OTHER
-from trainer.tools.report.figures import Figure, Figures, Line
+from trainer.tools.report.figures import BANDS, CLOCKS, MARKERS, MEANS, NOISY, Figure, Figures
 from trainer.tools.report.run import Run
 from trainer.tools.report.thinning import thinned
 
 TIMELINE = "figure-events"
 _DASHES = ("solid", "dashed", "dotted", "dotdash")
 _COLORS = 8
-_MARKERS = 60
-"""Maximum number of points of a line whose points have markers: without them, a single point would not be seen."""
 _PALE = 0.3
-"""Opacity of a line that has a line of means upon it."""
+"""Opacity of what lies below a line of means."""
 _EVENT_POINTS = 2000
 """Maximum number of events of a kind and a run in the timeline."""
+_CLOCK_POINTS = 1000
+"""Maximum number of records of a run between which tokens and hours are interpolated."""
 _EDGE = 72
 """Width of the space to the left of every figure, in pixels, so that equal steps are below each other."""
 _RIGHT_EDGE = 24
 """Width of the space to the right, in pixels, for half of the last step's label."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Drawing:
     script: str
     """Bokeh's script, which works without a network."""
-    document: str
+    document: str = ""
     """The models as JSON."""
-    roots: dict[str, str]
+    roots: dict[str, str] = field(default_factory=dict)
     """Name of a figure -> id of its model."""
-    steps: tuple[int, int]
-    """First and last step of all figures."""
+    series: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    """Name of a figure -> its lines: the run, and indices of `arrays`."""
+    clocks: list[dict[str, int]] = field(default_factory=list)
+    """Of each run: steps, and its tokens and hours at them, as indices of `arrays`."""
+    arrays: list[str] = field(default_factory=list)
+    """64-bit floats in base64. Equal arrays are one: most metrics have values at the same steps."""
+    _known: dict[str, int] = field(default_factory=dict)
+
+    def array(self, values: Any) -> int:
+        """Return the index of an array."""
+        text = base64.b64encode(np.asarray(values, dtype="<f8").tobytes()).decode()
+        if text not in self._known:
+            self._known[text] = len(self.arrays)
+            self.arrays.append(text)
+        return self._known[text]
+
+    def facts(self) -> str:
+        """Return what page.js needs to know, as JSON without its last brace."""
+        limits = {"noisy": NOISY, "means": MEANS, "bands": BANDS, "markers": MARKERS, "timeline": TIMELINE}
+        numbers = {"roots": self.roots, "series": self.series, "clocks": self.clocks, "arrays": self.arrays}
+        return f'{json.dumps(limits | numbers | {"units": CLOCKS})[:-1]}, "document": {self.document}'
 
 
 def require_plotting() -> None:
@@ -50,30 +70,40 @@ def require_plotting() -> None:
 
 
 def draw(figures: Figures, runs: Sequence[Run]) -> Drawing:
-    """Build the models of all figures. The steps of all figures are those of the runs, so zooming one zooms all."""
+    """Build the models of all figures. They have one range of steps, so zooming one zooms all."""
     models = require_package("bokeh.models", "")
     document = require_package("bokeh.document", "").Document()
-    steps = [step for figure in figures.all() for line in figure.lines for step in line.curve.steps[:1]]
-    last = [step for figure in figures.all() for line in figure.lines for step in line.curve.steps[-1:]]
-    start, end = min(steps, default=0), max(last, default=1)
-    pad = max(0.01 * (end - start), 0.5)
-    x_range = models.Range1d(start - pad, end + pad, name="steps", min_interval=1)
-    roots = {}
-    with document.models.freeze():  # otherwise each figure would visit the models of all others
-        for figure in figures.all():
-            plot = _plot(figure.name, x_range)
-            (_stack if figure.is_stack else _lines)(plot, figure, (start, end))
-            if not figure.is_stack:
-                _mark(plot, runs)
-            document.add_root(plot)
-            roots[figure.name] = plot.id
-        if plot := _timeline(runs, x_range):
-            document.add_root(plot)
-            roots[TIMELINE] = plot.id
     resources = require_package("bokeh.resources", "").Resources(mode="inline", components=["bokeh"])
     # "raw": without the tags around them. The other script would set the level of the log, with a line in the console.
     script = "\n".join(text for text in resources.js_raw if not text.startswith("Bokeh.set_log_level"))
-    return Drawing(script, json.dumps(document.to_json(deferred=False)), roots, (start, end))
+    drawing = Drawing(script, clocks=[])
+    drawing.clocks = [_clock(drawing, run) for run in runs]
+    x_range = models.Range1d(0, 1, name="x")
+    with document.models.freeze():  # otherwise each figure would visit the models of all others
+        for figure in figures.all():
+            plot = _plot(figure.name, x_range)
+            drawing.series[figure.name] = (_stack if figure.is_stack else _lines)(plot, figure, drawing)
+            if not figure.is_stack:
+                _mark(plot, runs)
+            document.add_root(plot)
+            drawing.roots[figure.name] = plot.id
+        if plot := _timeline(runs, x_range, drawing):
+            document.add_root(plot)
+            drawing.roots[TIMELINE] = plot.id
+    drawing.document = json.dumps(document.to_json(deferred=False))
+    return drawing
+
+
+def _clock(drawing: Drawing, run: Run) -> dict[str, int]:
+    """Return the steps of a run's records, and its tokens and hours at them. A run without these values has none."""
+    curves = run.records.clocks
+    steps = np.asarray(max((curve.steps for curve in curves.values()), key=len))
+    chosen = np.unique(np.linspace(0, max(0, len(steps) - 1), min(_CLOCK_POINTS, len(steps))).astype(np.int64))
+    found = {"steps": drawing.array(steps[chosen])}
+    for name, curve in curves.items():
+        is_complete = len(curve.values) == len(steps)
+        found[name] = drawing.array(np.asarray(curve.values)[chosen] if is_complete else np.full(len(chosen), np.nan))
+    return found
 
 
 def _plot(name: str, x_range: Any, **options: Any) -> Any:
@@ -81,6 +111,7 @@ def _plot(name: str, x_range: Any, **options: Any) -> Any:
     plot = require_package("bokeh.plotting", "").figure(
         name=name,
         x_range=x_range,
+        y_range=options.pop("y_range", None) or models.Range1d(0, 1),
         height=options.pop("height", 230),
         sizing_mode="stretch_width",
         toolbar_location=None,
@@ -92,51 +123,45 @@ def _plot(name: str, x_range: Any, **options: Any) -> Any:
         outline_line_color=None,
         **options,
     )
-    plot.window_axis = "x"  # after a zoom, the y axis fits the values that are seen
-    zoom = models.BoxZoomTool(name=f"zoom-{name}")
-    plot.add_tools(zoom, models.WheelZoomTool(modifiers="ctrl"))
+    zoom = models.BoxZoomTool(name=f"zoom-{name}", dimensions="width")  # the y axis fits the values that are seen
+    plot.add_tools(zoom, models.WheelZoomTool(dimensions="width", modifiers="ctrl"))
     plot.toolbar.active_drag = zoom
-    plot.xaxis.formatter = models.NumeralTickFormatter(format="0,0")
-    plot.xaxis.ticker = models.BasicTicker(min_interval=1)  # there is no half step
-    if "y_range" not in options:
+    plot.xaxis.formatter = models.NumeralTickFormatter()
+    plot.xaxis.ticker = models.BasicTicker()
+    if isinstance(plot.y_range, models.Range1d):
         plot.yaxis.formatter = models.BasicTickFormatter(power_limit_low=-4)
     return plot
 
 
-def _source(line: Line, name: str, **columns: Any) -> Any:
-    data = {"x": line.steps.astype(np.float64), "y": line.values, **columns}
-    return require_package("bokeh.models", "").ColumnDataSource(data, name=name)
-
-
-def _lines(plot: Any, figure: Figure, steps: tuple[int, int]) -> None:
+def _lines(plot: Any, figure: Figure, drawing: Drawing) -> list[dict[str, Any]]:
     """Draw a line for each run, and a horizontal one for its planned value."""
-    plot.y_range.only_visible = True
+    series = []
     for i, line in enumerate(figure.lines):
-        source, tags = _source(line, f"source-{figure.name}-{i}"), [f"run-{line.color % _COLORS}", f"of-{line.color}"]
-        style = {"line_width": 1.5, "line_dash": _DASHES[line.color // _COLORS], "tags": tags}
-        if line.means is None:
-            plot.line("x", "y", source=source, **style)
-        else:
-            plot.line("x", "y", source=source, line_width=1, line_alpha=_PALE, tags=tags)
-            plot.line(np.asarray(line.means.steps, np.float64), np.asarray(line.means.values), **style)
-        if len(line.indices) <= _MARKERS:
-            plot.scatter("x", "y", source=source, size=5, tags=tags)
+        tags, dash = [f"run-{line.color % _COLORS}", f"of-{i}"], _DASHES[line.color // _COLORS]
+        plot.varea([], [], [], fill_alpha=_PALE, tags=[*tags, "band"])
+        plot.line([], [], line_width=1, line_alpha=_PALE, tags=[*tags, "pale"])
+        plot.line([], [], line_width=1.5, line_dash=dash, tags=[*tags, "line"])
+        plot.scatter([], [], size=5, tags=[*tags, "points"])
         if line.planned is not None:
-            plot.line(list(steps), [line.planned] * 2, line_dash=[2, 3], line_width=2, tags=tags)
+            plot.line([0, 1], [line.planned] * 2, line_dash=[2, 3], line_width=2, tags=[*tags, "planned"])
+        numbers = {"run": line.color, "steps": drawing.array(line.steps), "y": drawing.array(line.values)}
+        if line.means is not None:
+            means = line.means
+            numbers |= {"mean_steps": drawing.array(means.steps), "means": drawing.array(means.values)}
+        series.append(numbers)
+    return series
 
 
-def _stack(plot: Any, figure: Figure, steps: tuple[int, int]) -> None:
+def _stack(plot: Any, figure: Figure, drawing: Drawing) -> list[dict[str, Any]]:
     """Draw the parts of a sum upon each other."""
-    bottom = np.zeros(len(figure.lines[0].indices))
+    series = []
     for i, line in enumerate(figure.lines):
-        top = bottom + np.nan_to_num(line.values)
-        source = _source(line, f"source-{figure.name}-{i}", bottom=bottom, top=top)
-        plot.varea("x", "bottom", "top", source=source, tags=[f"phase-{line.color}"])
-        bottom = top
-    plot.y_range.start = 0
+        plot.varea([], [], [], tags=[f"phase-{line.color}", f"of-{i}", "part"])
+        series.append({"run": figure.run, "steps": drawing.array(line.steps), "y": drawing.array(line.values)})
+    return series
 
 
-def _timeline(runs: Sequence[Run], x_range: Any) -> Any:
+def _timeline(runs: Sequence[Run], x_range: Any, drawing: Drawing) -> Any:
     """Draw a row for each kind of event, with the events of each run above each other, or return None if there are none."""
     rows = {name: i for i, name in enumerate([*dict.fromkeys(NAMES.values()), OTHER])}
     found: dict[tuple[str, int], list[int]] = {}
@@ -147,12 +172,14 @@ def _timeline(runs: Sequence[Run], x_range: Any) -> Any:
     if not found:
         return None
     used = [name for name in reversed(rows) if any(name == kind for kind, _ in found)]
-    plot = _plot(TIMELINE, x_range, y_range=used, height=60 + 26 * len(used))
-    for (name, i), steps in found.items():
+    factors = require_package("bokeh.models", "").FactorRange(*used)
+    plot = _plot(TIMELINE, x_range, y_range=factors, height=60 + 26 * len(used))
+    series = drawing.series[TIMELINE] = []
+    for k, ((name, i), steps) in enumerate(found.items()):
         offset = 0.0 if len(runs) == 1 else 0.6 * (0.5 - (i + 0.5) / len(runs))
-        shown = np.asarray(steps, dtype=np.float64)[thinned(steps, _EVENT_POINTS)]
-        y = [(name, offset)] * len(shown)
-        plot.scatter(shown, y, size=7, tags=[f"run-{i % _COLORS}", f"of-{i}"])
+        shown = np.asarray(steps)[thinned(steps, _EVENT_POINTS)]
+        plot.scatter([], [], size=7, tags=[f"run-{i % _COLORS}", f"of-{k}", "points", name])
+        series.append({"run": i, "steps": drawing.array(shown), "y": drawing.array(np.full(len(shown), offset))})
     _mark(plot, runs)
     return plot
 
@@ -161,6 +188,6 @@ def _mark(plot: Any, runs: Sequence[Run]) -> None:
     """Draw a vertical line at the marked checkpoint of each run."""
     for i, run in enumerate(runs):
         if run.marked:
-            tags = [f"run-{i % _COLORS}", f"of-{i}"]
+            tags = [f"run-{i % _COLORS}", f"of-{i}", run.marked]
             span = require_package("bokeh.models", "").Span(location=run.marked, dimension="height", tags=tags)
             plot.add_layout(span)

@@ -2,13 +2,16 @@
 
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from trainer.base.system.spelling import counted
 from trainer.base.system.units import duration
 from trainer.tools.report.figures import in_words, number
+from trainer.tools.report.plan import Plan
+from trainer.tools.report.records import Curve
+from trainer.tools.report.run import Run, differing
 
 NAMES = {
     "checkpoint": "save",
@@ -17,6 +20,7 @@ NAMES = {
     "skipped": "skipped steps",
     "not finite": "loss not finite",
     "straggler": "straggler",
+    "end": "end",
 }
 """Kind of an event -> its name on the page. Events of other kinds have the name of their kind."""
 OTHER = "other"
@@ -124,59 +128,70 @@ def _short(text: str, length: int) -> str:
 
 
 @dataclass(frozen=True)
-class Overview:
-    """The row of a run in the first table."""
+class Cell:
+    """A cell of the table of runs."""
 
-    model: str
-    progress: str
-    loss: str
-    evaluations: list[str]
-    tokens: str
-    speed: str
-    memory: str
-    span: str
+    column: str
+    lines: Sequence[str]
+    key: float | str | None = None
+    """What the column is sorted by. None: the run has no value."""
+
+    @property
+    def sort_key(self) -> str:
+        return "" if self.key is None or self.key != self.key else str(self.key)
 
 
-def overview_of(run: Any) -> Overview:
-    records, last = run.records, run.records.last
-    step = f"{last['step']:,}" if last else "0"
-    steps = run.num_steps
+def overview_of(run: Run, plan: Plan | str | None) -> list[Cell]:
+    """Return the row of a run in the table of runs, without its name. plan: see figures_of."""
+    records, last, settings = run.records, run.records.last, run.settings
+    steps, seen, tokens = run.num_steps, last.get("epochs_seen"), last.get("tokens_seen")
+    step = last.get("step", 0)
+    progress = f"{step:,} of {int(steps):,}" if steps.isdecimal() else f"{step:,}"
+    if isinstance(seen, float):
+        progress += f" ({seen:,.2f} epochs)"
     best: dict[str, tuple[float, int]] = {}
     for name, curve in records.curves.items():
         if name.startswith("eval/") and name.endswith("/loss"):
             values = [(v, s) for v, s in zip(curve.values, curve.steps, strict=True) if math.isfinite(v)]
             if values:
                 best[name.removeprefix("eval/").removesuffix("/loss")] = min(values)
-    speed = records.curves.get("train/tokens_per_second")
-    memory = records.curves.get("train/memory_peak_gib")
-    seconds = records.last_time_s - records.first_time_s
     pretrained, folder, name, size = (
-        run.settings.get(f"model.{key}", "").strip('"') for key in ("pretrained", "huggingface", "name", "size")
+        settings.get(f"model.{key}", "").strip('"') for key in ("pretrained", "huggingface", "name", "size")
     )
     # Of a Hub model, `huggingface` is a folder of the cache, and `pretrained` the name that the user has given.
     model = (pretrained or folder) if folder else f"{name}/{size}".strip("/")
-    tokens, seen = last.get("tokens_seen"), last.get("epochs_seen")
-    epochs = f" ({seen:,.2f} epochs)" if isinstance(seen, float) else ""
-    return Overview(
-        model=model,
-        progress=(f"{step} of {int(steps):,}" if steps.isdecimal() else step) + epochs,
-        loss=_last_of(records.curves.get("train/loss")),
-        evaluations=[f"{name}: {value:.6g} at step {step:,}" for name, (value, step) in best.items()],
-        tokens=f"{tokens:,}" if type(tokens) is int else "",
-        speed=_last_of(speed, "{:,.0f}"),
-        memory=f"{_largest(memory):.3g} GiB" if memory else "",
-        span=f"{clock(records.first_time_s)[:16]}, {duration(seconds)}"
-        if math.isfinite(seconds) and 0 <= seconds < 1e12
-        else "",
+    loss, speed, memory = (
+        records.curves.get(f"train/{key}", Curve()).values for key in ("loss", "tokens_per_second", "memory_peak_gib")
     )
+    peak = max(filter(math.isfinite, memory), default=math.nan)
+    planned = f" (planned {plan.peak_gib:.3g} GiB)" if isinstance(plan, Plan) else ""
+    seconds = records.last_time_s - records.first_time_s
+    is_time = math.isfinite(seconds) and 0 <= seconds < 1e12
+    return [
+        Cell("Model", [model], model),
+        Cell("Step", [progress], step),
+        Cell("Training loss", [number(loss[-1])] if loss else [], loss[-1] if loss else None),
+        Cell(
+            "Best evaluation",
+            [f"{name}: {value:.6g} at step {step:,}" for name, (value, step) in best.items()],
+            next((value for value, _ in best.values()), None),
+        ),
+        Cell("Tokens", [f"{tokens:,}"] if type(tokens) is int else [], tokens if type(tokens) is int else None),
+        Cell(
+            "Tokens/s",
+            [f"{speed[-1]:,.0f}" if math.isfinite(speed[-1]) else number(speed[-1])] if speed else [],
+            speed[-1] if speed else None,
+        ),
+        Cell("Peak memory", [f"{peak:.3g} GiB{planned}"] if memory else [], peak),
+        Cell(
+            "First record, time to the last",
+            [f"{clock(records.first_time_s)[:16]}, {duration(seconds)}"] if is_time else [],
+            seconds if is_time else None,
+        ),
+    ]
 
 
-def _last_of(curve: Any, form: str = "") -> str:
-    if not curve or not curve.values:
-        return ""
-    value = curve.values[-1]
-    return form.format(value) if form and math.isfinite(value) else number(value)
-
-
-def _largest(curve: Any) -> float:
-    return max((value for value in curve.values if math.isfinite(value)), default=math.nan)
+def setting_cells(runs: Sequence[Run]) -> list[list[Cell]]:
+    """Return the cells of each run for the settings in which the runs differ."""
+    rows = differing(runs)
+    return [[Cell(key, [values[i]], values[i].strip('"') or None) for key, values in rows] for i in range(len(runs))]

@@ -75,8 +75,18 @@ PHASE_POINTS = 400
 """Maximum number of points of a figure of phases."""
 MEANS = 150
 """Number of the groups whose means are drawn."""
-_NOISY = 3 * MEANS
-"""Number of records above which means are drawn."""
+NOISY = 3 * MEANS
+"""Number of visible records above which means are drawn."""
+BANDS = 400
+"""Number of the groups whose smallest and largest values are drawn as a band."""
+MARKERS = 60
+"""Maximum number of visible records that have markers: without them, a single point would not be seen."""
+CLOCKS = {
+    "steps": {"clock": "steps", "label": "steps", "format": "0,0", "least": 1},
+    "tokens": {"clock": "tokens", "label": "tokens", "format": "0.[00]a", "least": 1},
+    "hours": {"clock": "hours", "label": "hours of steps", "format": "0,0.[000]", "least": 0},
+}
+"""What the horizontal axis can show -> its name, how its numbers are written, and the least distance of two ticks."""
 _TABLE_ROWS = 20
 
 
@@ -91,7 +101,7 @@ class Line:
     indices: np.ndarray
     """Indices of the drawn points."""
     means: Curve | None = None
-    """Means of groups of neighbouring records, if there are so many that the line is noisy."""
+    """Means of groups of neighbouring records, if not all records are drawn."""
     planned: float | None = None
     """Planned value, which is drawn as a horizontal line."""
 
@@ -129,10 +139,13 @@ class Figure:
     is_stack: bool = False
     """Whether the lines are the parts of a sum."""
     group: str = ""
+    run: int = 0
+    """Index of the run whose phases a stack has."""
 
     @property
-    def has_means(self) -> bool:
-        return any(line.means is not None for line in self.lines)
+    def is_noisy(self) -> bool:
+        """Whether the page draws means of a line."""
+        return not self.is_stack and any(len(line.curve.values) > NOISY for line in self.lines)
 
     @property
     def is_thinned(self) -> bool:
@@ -189,7 +202,7 @@ def figures_of(runs: Sequence[Run], plans: Sequence[Plan | str | None]) -> Figur
         if (value := _constant(curve for _, curve in curves)) is not None and group not in ("Losses", "Memory"):
             figures.constants.append((title, f"{number(value)} {unit}".strip()))
             continue
-        lines = [Line(runs[i].label, i, curve, thinned(curve.values, limit), _means(curve)) for i, curve in curves]
+        lines = [_line(runs[i].label, i, curve, limit) for i, curve in curves]
         if name == "train/memory_peak_gib":
             for line in lines:
                 plan = plans[line.color]
@@ -198,7 +211,7 @@ def figures_of(runs: Sequence[Run], plans: Sequence[Plan | str | None]) -> Figur
         figures.by_group[group].append(Figure(f"{order:03}", title, unit, lines, group=group))
     for members in figures.by_group.values():
         members.sort(key=lambda figure: (figure.name, figure.title))
-    figures.phases = [figure for run in runs if (figure := _phase_figure(run, several=len(runs) > 1))]
+    figures.phases = [figure for i, run in enumerate(runs) if (figure := _phase_figure(run, i, several=len(runs) > 1))]
     figures.phase_table = phase_table(runs)
     for index, figure in enumerate(figures.all()):
         figure.name = f"figure-{index}"
@@ -230,15 +243,17 @@ def _constant(curves: Iterable[Curve]) -> float | None:
     return values.pop() if len(values) == 1 and all(map(math.isfinite, values)) else None
 
 
-def _means(curve: Curve) -> Curve | None:
-    """Return the means of groups of neighbouring records at the last step of each group, or None if there are few records."""
-    if len(curve.values) <= _NOISY:
-        return None
-    last, means = group_means(np.asarray(curve.values)[:, None], MEANS)
-    smooth = Curve()
-    for row, value in zip(last, means[:, 0], strict=True):
-        smooth.append(curve.steps[row], value)
-    return smooth
+def _line(label: str, color: int, curve: Curve, limit: int) -> Line:
+    """Return a line with at most `limit` points. The mean of a group of records cannot be computed from its extremes, so a
+    line with fewer points than records has means too."""
+    is_thinned = len(curve.values) > limit  # then the steps of its points are those of no other line
+    line = Line(label, color, curve, thinned(curve.values, limit // 2 if is_thinned else limit))
+    if is_thinned:
+        last, means = group_means(np.asarray(curve.values)[:, None], limit // 4)
+        line.means = Curve()
+        for row, value in zip(last, means[:, 0], strict=True):
+            line.means.append(curve.steps[row], value)
+    return line
 
 
 def _phase_seconds(run: Run) -> dict[str, np.ndarray]:
@@ -251,7 +266,7 @@ def _phase_seconds(run: Run) -> dict[str, np.ndarray]:
     return seconds
 
 
-def _phase_figure(run: Run, several: bool) -> Figure | None:
+def _phase_figure(run: Run, index: int, several: bool) -> Figure | None:
     seconds = _phase_seconds(run)
     if not seconds:
         return None
@@ -262,7 +277,7 @@ def _phase_figure(run: Run, several: bool) -> Figure | None:
         for row, value in zip(last, means[:, i], strict=True):
             mean.append(run.records.train_steps[row], value)
         lines.append(Line(phase, PHASES.index(phase), mean, np.arange(len(last))))
-    return Figure("", f"Phases of a step{f' of {run.label}' if several else ''}", "s", lines, is_stack=True)
+    return Figure("", f"Phases of a step{f' of {run.label}' if several else ''}", "s", lines, is_stack=True, run=index)
 
 
 def phase_table(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:

@@ -14,10 +14,10 @@ from markupsafe import Markup
 
 from trainer.base.system.streams import visible
 from trainer.tools.report.drawing import TIMELINE, draw
-from trainer.tools.report.events import Event, Overview, Samples, event_rows, overview_of, samples_of
-from trainer.tools.report.figures import MEANS, PHASE_POINTS, figures_of
+from trainer.tools.report.events import Cell, Event, Samples, event_rows, overview_of, samples_of, setting_cells
+from trainer.tools.report.figures import CLOCKS, MEANS, NOISY, PHASE_POINTS, figures_of
 from trainer.tools.report.plan import Plan
-from trainer.tools.report.run import Run, differing
+from trainer.tools.report.run import Run
 
 GENERATOR = '<meta name="generator" content="meshwright report">'
 """Tag by which a page of this script is recognized."""
@@ -38,7 +38,8 @@ class View:
 
     run: Run
     plan: Plan | str | None
-    overview: Overview
+    overview: list[Cell]
+    """Its row in the table of runs."""
     events: list[Event]
     events_left: int
     samples: list[Samples]
@@ -55,10 +56,12 @@ class Watch:
     interval_s: float
 
 
-def view_of(run: Run, plan: Plan | str | None) -> View:
+def view_of(run: Run, plan: Plan | str | None, settings: list[Cell]) -> View:
+    """Return what the page shows of a run. settings: cells of the settings in which the runs differ."""
     events = run.records.events
     changed = [(key, (value, default)) for key, default, value in run.changed_settings()]
-    return View(run, plan, overview_of(run), *event_rows(events), *samples_of(events), changed)
+    cells = overview_of(run, plan)
+    return View(run, plan, cells[:4] + settings + cells[4:], *event_rows(events), *samples_of(events), changed)
 
 
 def build_page(template: str, title: str, scripts: Sequence[str] = (), **values: Any) -> str:
@@ -93,15 +96,15 @@ def render(runs: Sequence[Run], plans: Sequence[Plan | str | None], watch: Watch
     """
     figures = figures_of(runs, plans)
     drawing = draw(figures, runs)
-    views = [view_of(run, plan) for run, plan in zip(runs, plans, strict=True)]
+    settings = setting_cells(runs)
+    views = [view_of(*of_run) for of_run in zip(runs, plans, settings, strict=True)]
     watched = {"version": watch.version, "interval_s": watch.interval_s} if watch else None
-    facts = {"roots": drawing.roots, "steps": drawing.steps, "watch": watched}
-    data = f'{json.dumps(facts)[:-1]}, "document": {drawing.document}}}'
+    data = f'{drawing.facts()}, "watch": {json.dumps(watched)}}}'
     more = f" and {len(runs) - 3} more" if len(runs) > 3 else ""
     return build_page(
         "runs.html.jinja",
         f"Report of {', '.join(run.label for run in runs[:3])}{more}",
-        [drawing.script, (_FOLDER / "page.js").read_text()],
+        [drawing.script, *((_FOLDER / f"{name}.js").read_text() for name in ("curves", "pictures", "page"))],
         generator=Markup(GENERATOR),
         written=time.strftime("%Y-%m-%d %H:%M:%S"),
         watch=watch,
@@ -109,9 +112,11 @@ def render(runs: Sequence[Run], plans: Sequence[Plan | str | None], watch: Watch
         figures=figures,
         phase_points=PHASE_POINTS,
         means=MEANS,
+        noisy=NOISY,
         timeline=TIMELINE if TIMELINE in drawing.roots else "",
         has_samples=any(view.samples for view in views),
-        differing=differing(runs) if len(runs) > 1 else [],
+        differing=any(settings),
+        clocks=[name for name in CLOCKS if name == "steps" or any(run.records.clocks[name].steps for run in runs)],
         environment=_environment(runs),
         packages=_packages(runs),
         data=Markup(data.replace("<", "\\u003c")),  # nothing in the JSON can end the element

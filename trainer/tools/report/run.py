@@ -116,7 +116,8 @@ def read_run(folder: Path, label: str, marked: int = 0) -> Run:
 
 
 def _problems_of(records: Records) -> list[str]:
-    problems = []
+    ends = [event for event in records.events[-1:] if event["kind"] == "end"]
+    problems = [f"it ended, but {event['problem']}" for event in ends if isinstance(event.get("problem"), str)]
     if damaged := records.damaged:
         shown = ", ".join(map(str, damaged[:5])) + (", ..." if len(damaged) > 5 else "")
         what = "line of {} is not a record and is" if len(damaged) == 1 else "lines of {} are not records and are"
