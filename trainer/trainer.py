@@ -142,6 +142,8 @@ class Trainer:
         lr = self._lr(self.state.step + 1)
         result = self.engine.step(microbatches, lr, self.stop.requested, self.checkpoints.before_update)
         self.state.advance(num_samples, training.seq_len)
+        for phase in self.data.phases_in(self.state, num_samples):
+            self.metrics.log_phase(self.state.step, phase)
         if self.profiler.ends_after(self.state.step):
             self._profile(self.profiler.stop)
         self.watchdog.after_step(self.state.step, training.batch_size(self.state.step + 1) / num_samples)

@@ -5,8 +5,9 @@ import torch
 
 from trainer.base.config import SamplesConfig
 from trainer.base.config.load import load_config
-from trainer.run.notes import compiled_blocks, many_epochs, model_notes, samples_text, steps_text
+from trainer.run.notes import compiled_blocks, many_epochs, mixture_notes, model_notes, samples_text, steps_text
 from trainer.run.resolve import resolve
+from trainer.state import TrainState
 
 
 @pytest.mark.parametrize(
@@ -95,3 +96,52 @@ def test_the_steps_of_a_batch_schedule_are_listed():
 def test_the_samples_are_one_line():
     config = SamplesConfig(prompts=("a", "b"), interval_steps=5)
     assert samples_text(config) == "of 2 prompts, up to 64 tokens each, after every 5 steps and the last step"
+
+
+MIXED = ["--data.datasets.web", "text:web", "--data.datasets.code", "text:code", "--training.batch_schedule.100", "64"]
+MIXED += ["--data.mixture", "0: web=7 code=3, 3200: code=1, 3240: web=1"]
+LATER = [
+    ("code=1 from step 101 on, which has sample 3200", False),
+    ("web=1 from step 101 on, which has sample 3240", False),
+]
+
+
+@pytest.mark.parametrize(
+    ("state", "steps", "expected"),
+    [
+        (TrainState(), 300, [("web=0.7 code=0.3 from the first step on", False), *LATER]),
+        (TrainState(), None, [("web=0.7 code=0.3 from the first step on", False), *LATER]),
+        (TrainState(step=50, cursor=1600), 300, [("web=0.7 code=0.3 now", False), *LATER]),
+        (TrainState(step=101, cursor=3264), 300, [("web=1 now", False)]),
+        (
+            TrainState(step=99, cursor=3168),
+            100,
+            [
+                ("web=0.7 code=0.3 now", False),
+                *(
+                    (f"{text}; the run ends after step 100, so it has no sample with these weights", True)
+                    for text, _ in LATER
+                ),
+            ],
+        ),
+        # 40 samples were skipped, so the phases start 40 samples earlier.
+        (
+            TrainState(step=50, cursor=1600, skipped_samples=[(100, 140)]),
+            300,
+            [
+                ("web=0.7 code=0.3 now", False),
+                ("code=1 from step 99 on, which has sample 3200", False),
+                ("web=1 from step 101 on, which has sample 3240", False),
+            ],
+        ),
+    ],
+)
+def test_the_phases_of_a_mixture_are_listed_with_their_steps(state, steps, expected):
+    config = load_config([*MIXED, "--training.steps", "300"], check_files=())
+    found = mixture_notes(config, None, state, steps)
+    assert {note.name for note in found} == {"mixture"}
+    assert [(note.text, note.warns) for note in found] == expected
+
+
+def test_one_dataset_is_no_mixture():
+    assert mixture_notes(load_config([]), None, TrainState(), 300) == []

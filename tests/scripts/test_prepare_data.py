@@ -31,7 +31,7 @@ def test_a_store_is_prepared_described_reused_and_verified(settings, tmp_path):
     train, held_out = open_store(store, "train"), open_store(store, "held_out")
     assert re.search(rf"^{store}: [0-9,]+ tokens per second$", first.stdout, re.MULTILINE)
     title, *rows = first.stdout.splitlines()[-3:]
-    assert title.split("  ")[-1] == "steps per epoch"
+    assert title.split("  ")[-1] == "first epoch (steps)"
     for row, name, split in zip(rows, ("training", "held out"), (train, held_out), strict=True):
         counts = (
             f"{name} +{len(split.documents) - 1} +{len(split.tokens):,} +100.0 % +{np.diff(split.documents).max()} "
@@ -150,6 +150,17 @@ def chats(tmp_path) -> list[str]:
     return [*words.split(), "--data.mixture", "0: a=1 b=3"]
 
 
+def test_the_steps_of_an_epoch_follow_the_batch_schedule_and_the_phases(chats):
+    schedule = ["--training.batch_schedule.2", "8", "--data.mixture", "0: a=1 b=3, 24: b=1"]
+    prepared = run_script("scripts/prepare_data.py", *chats[:-2], *schedule)
+    assert prepared.returncode == 0, prepared.stderr
+    a, b = (re.split(" {2,}", row) for row in prepared.stdout[prepared.stdout.index("  documents") :].splitlines()[1:3])
+    # The 24 samples of the first phase have 6 of a and 18 of b. Of the steps, 2 have 4 samples, and later ones 8.
+    needed = [4 * int(a[8]) if int(a[8]) <= 6 else None, 24 + int(b[8]) - 18 if int(b[8]) > 18 else int(b[8]) * 4 / 3]
+    expected = ["" if samples is None else f"{2 + (samples - 8) / 8:.1f}" for samples in needed]
+    assert [([*row[9:], "", ""])[1] for row in (a, b)] == expected
+
+
 def test_the_table_counts_what_was_refused_and_dropped_and_the_first_samples_are_shown(chats, tmp_path):
     prepared = run_script("scripts/prepare_data.py", *chats)
     assert prepared.returncode == 0, prepared.stderr
@@ -157,7 +168,7 @@ def test_the_table_counts_what_was_refused_and_dropped_and_the_first_samples_are
     titles, a, b, *refused = table.splitlines()
     assert re.split(" {2,}", titles.strip()) == [
         *("documents", "tokens", "targets", "longest", "refused", "dropped", "no target", "samples", "padding"),
-        "steps per epoch",
+        "first epoch (steps)",
     ]
     a, b = (re.split(" {2,}", row) for row in (a, b))
     assert (a[0], a[1], a[5], a[6]) == ("a: training", "13", "3", "1")

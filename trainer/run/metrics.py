@@ -12,6 +12,7 @@ from trainer.base.config import MetricsConfig, TrainingConfig
 from trainer.base.system import console
 from trainer.base.system.units import GIB
 from trainer.checkpoint.async_save import SaveResult
+from trainer.data.sampling.phases import MixturePhase
 from trainer.resilience.guard import StepOutcome
 from trainer.run.resolve import ResolvedRun
 from trainer.run.sinks.delivery import close_sinks
@@ -121,6 +122,12 @@ class Metrics:
             console.info(f"saved {save.path} in {save.blocked_s:.1f} s{background}")
             seconds = {"blocked_s": save.blocked_s, "background_s": save.background_s}
             self.log_event({"kind": "checkpoint", "step": save.step} | seconds)
+
+    def log_phase(self, step: int, phase: MixturePhase) -> None:
+        """Record the weights of the datasets from a sample of this step on."""
+        if phase.start:  # the notes on the start of the run have the first
+            console.info(f"step {step} | mixture: {phase}")
+        self.log_event({"kind": "mixture", "step": step, "sample": phase.start, "weights": phase.weights})
 
     def log_event(self, record: dict[str, Any]) -> None:
         """Write a record, which must have the keys "kind" and "step"."""

@@ -17,6 +17,8 @@ from trainer.base.system.units import GIB, format_bytes
 from trainer.checkpoint.formats.weights import Weights
 from trainer.checkpoint.resume import ResumePoint
 from trainer.data.build import Datasets
+from trainer.data.datasets import mixture_phases
+from trainer.data.sampling.loader import SampleOrder
 from trainer.evaluate import EvalSet
 from trainer.optim.lr_schedule import lr_factor
 from trainer.parallel.attention import kernel_name
@@ -24,7 +26,7 @@ from trainer.parallel.parallelize import block_executions
 from trainer.run.context_window import window_warning
 from trainer.run.resolve import ResolvedRun
 from trainer.run.resources import checkpoint_bytes, disk_free, remaining_checkpoints
-from trainer.run.training_data import epochs_of, target_share
+from trainer.run.training_data import epochs_of, phase_steps, target_share
 from trainer.runtime import device as devices
 from trainer.runtime.device import DTYPES
 from trainer.runtime.distributed import run_on_rank_0
@@ -260,11 +262,35 @@ def course_notes(
             notes.append(Note("epochs", line))
     return [
         *notes,
+        *mixture_notes(config, datasets, state, steps),
         Note("checkpoints", _checkpoints(config, resolved, state.step, steps)),
         Note("evaluation", _evaluation(config.evaluation, eval_sets)),
         Note("early stop", _early_stopping(config.evaluation)),
         Note("samples", samples_text(config.samples)),
     ]
+
+
+def mixture_notes(config: Config, datasets: Datasets | None, state: TrainState, steps: int | None) -> list[Note]:
+    """Return notes on the weights of several datasets, and on the steps in which they change.
+
+    Args:
+        config: Settings of the run.
+        datasets: Of the run. None: they are unknown.
+        state: Progress of the run.
+        steps: Number of steps of the run, or None if it is known only when the data are prepared.
+    """
+    phases = mixture_phases(config.data) if datasets is None else datasets.phases
+    if len(phases[0].names) == 1:
+        return []
+    order = SampleOrder((), phases, config.run.seed, config.data.shuffle, tuple(state.skipped_samples))
+    (_, now), *later = phase_steps(config.training, order, state)
+    notes = [Note("mixture", f"{now.weights_text} {'now' if state.step else 'from the first step on'}")]
+    for step, phase in later:
+        late = steps is not None and step > steps
+        when = f"from step {step} on, which has sample {phase.start}"
+        unreached = f"; the run ends after step {steps}, so it has no sample with these weights" if late else ""
+        notes.append(Note("mixture", f"{phase.weights_text} {when}{unreached}", warns=late))
+    return notes
 
 
 def steps_text(training: TrainingConfig, grad_accum: int, done: int, steps: int | None) -> str:

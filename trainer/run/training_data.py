@@ -17,6 +17,7 @@ from trainer.data.build import Datasets, open_datasets, with_earlier_names
 from trainer.data.datasets import prepare_datasets
 from trainer.data.sampling.loader import BatchPartition, SampleOrder, training_batches
 from trainer.data.sampling.mixture import require_unchanged_phases
+from trainer.data.sampling.phases import MixturePhase
 from trainer.data.sampling.samples import Samples
 from trainer.data.tokenizer.protocol import Tokenizer
 from trainer.runtime.distributed import once_per_node, require_agreement
@@ -76,6 +77,19 @@ def epochs_of(config: Config, datasets: Datasets, state: TrainState) -> tuple[fl
     return cursor / len(datasets.training), {name: count / size for name, count, size in each if size}
 
 
+def phase_steps(training: TrainingConfig, order: SampleOrder, state: TrainState) -> list[tuple[int, MixturePhase]]:
+    """Return each phase of the mixture with the step in which it starts. Of the phases that have started, only the last is
+    included, with the number of completed steps, because earlier steps may have had another batch size."""
+    phases = list(zip(order.phase_starts(), order.phases, strict=True))
+    started = [(state.step, phase) for start, phase in phases if start < max(1, state.cursor)][-1:]
+    steps = (
+        (state.step + training.steps_to_consume(start + 1 - state.cursor, state.step), phase)
+        for start, phase in phases
+        if start >= max(1, state.cursor)
+    )
+    return [*started, *steps]
+
+
 def target_share(samples: Samples) -> float:
     """Return the share of positions with a target, in samples that are spread evenly over the dataset."""
     size = samples[np.zeros(1, np.int64)].labels.shape[1]
@@ -120,6 +134,14 @@ class TrainingData:
         order, config = self.order(state), self.config.data
         for batch in training_batches(self.datasets.training, order, self.partition, state.cursor, config, pin_memory):
             yield batch.to(self.device)
+
+    def phases_in(self, state: TrainState, num_samples: int) -> list[MixturePhase]:
+        """Return the phases of a mixture of several datasets that started in the last step, which had num_samples samples."""
+        if len(self.datasets.sizes) == 1:
+            return []
+        order = self.order(state)
+        starts = zip(order.phase_starts(), order.phases, strict=True)
+        return [phase for start, phase in starts if state.cursor - num_samples <= start < state.cursor]
 
     def sample_range(self, state: TrainState, start: int, stop: int) -> tuple[int, int]:
         """Return the half-open range in the sample order that contains the samples at cursor positions [start, stop)."""

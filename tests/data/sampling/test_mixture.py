@@ -1,5 +1,7 @@
 """Mixtures of datasets: exact weights, and the same order from any global index without history."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -9,7 +11,7 @@ from trainer.data.sampling import loader
 from trainer.data.sampling.loader import SampleOrder
 from trainer.data.sampling.mixture import CombinedSamples, require_unchanged_phases
 from trainer.data.sampling.permutation import permute
-from trainer.data.sampling.phases import PERIOD, parse_mixture
+from trainer.data.sampling.phases import PERIOD, parse_mixture, samples_of_epoch
 from trainer.data.sampling.samples import WrappedSamples
 from trainer.data.store.store import TokenStore
 
@@ -124,3 +126,24 @@ def test_combined_samples_index_the_datasets_one_after_the_other():
     assert both[np.array([3, 4])].tokens[:, 0].tolist() == [1000, 1004]
     mixed = both[np.array([-1, 4])]
     assert isinstance(mixed, Batch) and (mixed.labels[0] == -100).all() and mixed.labels[1, 0] == 1005
+
+
+@pytest.mark.parametrize("skipped", [(), ((10, 20),), ((0, 5), (990, 1010), (4000, 5000))])
+def test_a_phase_starts_at_the_first_cursor_position_with_its_samples(skipped):
+    mixed = replace(order("0: web=1", "1000: code=1", "4500: math=1"), skipped_samples=skipped)
+    positions = mixed.global_index(np.arange(6000))
+    assert mixed.phase_starts() == [int(np.searchsorted(positions, phase.start)) for phase in mixed.phases]
+
+
+@pytest.mark.parametrize(
+    "mixture", [("0: web=0.5 code=0.3 math=0.2",), ("0: web=1", "300: code=1 web=3", "12000: math=1"), ()]
+)
+def test_the_epoch_of_a_dataset_ends_in_the_phase_that_has_its_last_sample(mixture):
+    mixed = order(*mixture)
+    for i, (name, size) in enumerate(zip(NAMES, mixed.sizes, strict=True)):
+        end = samples_of_epoch(mixed.phases, name, size)
+        assert end is not None and abs(mixed.consumed(round(end))[i] - size) <= 2, name
+
+
+def test_a_dataset_without_weight_has_no_epoch():
+    assert samples_of_epoch(order("0: web=1 code=1", "100: web=1").phases, "code", 700) is None

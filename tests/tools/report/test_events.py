@@ -99,3 +99,8 @@ def test_a_long_text_is_cut_and_says_so():
 @pytest.mark.parametrize("time_s", [None, "now", math.nan, math.inf, 1e300, [1]])
 def test_a_time_that_is_none_is_not_shown(time_s):
     assert clock(time_s) == ""
+
+
+def test_a_phase_of_a_mixture_is_an_event():
+    event = {"kind": "mixture", "step": 4, "sample": 24000, "weights": {"web": 0.75, "code": 0.25}}
+    assert texts(event) == ["web=0.75 code=0.25 from sample 24,000"]

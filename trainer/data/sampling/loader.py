@@ -48,6 +48,14 @@ class SampleOrder:
             index += (index >= start) * (stop - start)
         return index
 
+    def phase_starts(self) -> list[int]:
+        """Return the cursor position at which each phase starts."""
+        skipped = self.skipped_samples
+        return [
+            phase.start - sum(max(0, min(stop, phase.start) - start) for start, stop in skipped)
+            for phase in self.phases
+        ]
+
     def __call__(self, cursor: np.ndarray) -> np.ndarray:
         """Return the int64 sample index at each cursor position, in the shape of `cursor`."""
         dataset, count = self._dataset_and_count(self.global_index(cursor.ravel()))

@@ -29,8 +29,16 @@ class MixturePhase:
     """Number of samples of each dataset per PERIOD samples."""
 
     def __str__(self) -> str:
-        pairs = zip(self.names, self.quotas, strict=True)
-        return f"{' '.join(f'{name}={quota / PERIOD:g}' for name, quota in pairs if quota)} from sample {self.start}"
+        return f"{self.weights_text} from sample {self.start}"
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """Dataset -> its share of the samples, of those that have one."""
+        return {name: quota / PERIOD for name, quota in zip(self.names, self.quotas, strict=True) if quota}
+
+    @property
+    def weights_text(self) -> str:
+        return " ".join(f"{name}={weight:g}" for name, weight in self.weights.items())
 
     @cached_property
     def pattern(self) -> tuple[np.ndarray, np.ndarray]:
@@ -46,6 +54,19 @@ class MixturePhase:
         periods, remainder = divmod(num_samples, PERIOD)
         dataset, _ = self.pattern
         return periods * np.array(self.quotas) + np.bincount(dataset[:remainder], minlength=len(self.quotas))
+
+
+def samples_of_epoch(phases: Sequence[MixturePhase], dataset: str, size: int) -> float | None:
+    """Return the mean number of samples of the run until a dataset has been seen once, or None if the weights never let it. size:
+    number of its samples."""
+    index, left = phases[0].names.index(dataset), size
+    for phase, following in zip(phases, [*phases[1:], None], strict=True):
+        seen = None if following is None else int(phase.consumed(following.start - phase.start)[index])
+        if seen is None or seen >= left:
+            quota = phase.quotas[index]
+            return phase.start + left * PERIOD / quota if quota else None
+        left -= seen
+    return None
 
 
 def parse_mixture(mixture: Sequence[str], names: Sequence[str]) -> tuple[MixturePhase, ...]:

@@ -20,6 +20,7 @@ NAMES = {
     "skipped": "skipped steps",
     "not finite": "loss not finite",
     "straggler": "straggler",
+    "mixture": "mixture",
     "end": "end",
 }
 """Kind of an event -> its name on the page. Events of other kinds have the name of their kind."""
@@ -84,6 +85,9 @@ def _text_of(event: dict[str, Any]) -> str:
     if kind == "not finite":
         last = event["last_step"]
         return "in one record" if last == event["step"] else f"in all records up to step {last:,}"
+    if kind == "mixture":
+        weights = " ".join(f"{name}={weight:g}" for name, weight in event["weights"].items())
+        return f"{weights} from sample {event['sample']:,}"
     if kind == "end":
         return "; ".join(filter(None, (event["ending"], event.get("problem"))))
     if kind == "straggler":

@@ -1,5 +1,6 @@
-"""The table of the datasets of a run: documents, tokens, targets, what was refused, samples and steps per epoch."""
+"""The table of the datasets of a run: documents, tokens, targets, what was refused, samples and steps of the first epoch."""
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,7 +13,7 @@ from trainer.base.system.spelling import counted
 from trainer.data.datasets import SINGLE, all_dataset_configs, packing_folder
 from trainer.data.prepare.prepare import bad_documents
 from trainer.data.sampling.packing import read_counts
-from trainer.data.sampling.phases import PERIOD, MixturePhase
+from trainer.data.sampling.phases import MixturePhase, samples_of_epoch
 from trainer.data.store.held_out import open_splits
 from trainer.data.store.store import TokenStore, read_description
 
@@ -36,18 +37,16 @@ def dataset_table(
         data: The training datasets.
         sets: evaluation.datasets.
         stores: Name of each dataset, as all_dataset_configs yields it, -> its store.
-        training: Length of the samples, and number of samples per step.
-        phases: Phases of the mixture of datasets. Steps per epoch are those of the first, with the first batch size. Empty: the
-            samples do not exist yet.
+        training: Length of the samples, and number of samples of each step.
+        phases: Phases of the mixture of datasets. Empty: the samples do not exist yet.
         evaluates: Whether the run evaluates. See open_splits.
     """
     cut = "truncated" if data.long_documents == "truncate" else "dropped"
     titles = ["", "documents", "tokens", "targets", "longest", "refused", cut, "no target", "samples", "padding"]
-    rows = [[*titles, "steps per epoch"]]
+    rows = [[*titles, "first epoch (steps)"]]
     for name, _, config in all_dataset_configs(data, sets):
         kind, _, dataset = name.partition("/")
         prefix = "" if dataset == SINGLE else f"{dataset}: "
-        quota = dict(zip(phases[0].names, phases[0].quotas, strict=True)).get(dataset, 0) if phases else 0
         splits = open_splits(stores[name], config, evaluates)
         for split, tokens in splits.items():
             is_trained = kind == "train" and split == "train"
@@ -56,10 +55,16 @@ def dataset_table(
             cells, steps = ["", "", "", ""], ""
             if phases:
                 cells, samples = _of_samples(stores[name], split + splits.suffix, config, training.seq_len, tokens)
-                if quota and is_trained and not training.batch_schedule:
-                    steps = f"{samples * PERIOD / quota / training.global_batch_size:,.1f}"
+                if is_trained and (consumed := samples_of_epoch(phases, dataset, samples)):
+                    steps = f"{_steps(training, consumed):,.1f}"
             rows.append([prefix + label, *_of_store(tokens), refused, *cells, steps])
     return rows
+
+
+def _steps(training: TrainingConfig, samples: float) -> float:
+    """Return the number of steps of a run that have this number of samples."""
+    steps = training.steps_to_consume(math.ceil(samples), 0)
+    return steps - (training.samples_between(0, steps) - samples) / training.batch_size(steps)
 
 
 def _of_store(store: TokenStore) -> list[str]:
