@@ -93,6 +93,34 @@ def write_config(hf: HuggingFace, sizes: Any, context_window: int) -> dict[str, 
     }
 
 
+_REWRITTEN = {
+    "architectures",
+    "model_type",
+    "dtype",
+    "torch_dtype",
+    "transformers_version",
+    "auto_map",
+    "quantization_config",
+}
+_REWRITTEN |= {"bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings", "head_dim"}
+
+
+def other_fields(hf: HuggingFace, config: Config, sizes: Any) -> dict[str, Any]:
+    """Return the fields of a config.json that say nothing that a run may change, such as router_aux_loss_coef: an export keeps
+    them. sizes: those that it describes."""
+    own = {*write_config(hf, sizes, 1), *hf.aliases, *_REWRITTEN}
+    candidates = [key for key in config if key not in own and not key.startswith(("_", "rope_"))]
+    return {key: config[key] for key in candidates if _is_unread(hf, config, sizes, key)}
+
+
+def _is_unread(hf: HuggingFace, config: Config, sizes: Any, key: str) -> bool:
+    """Return whether a config.json describes the same sizes without a field."""
+    try:
+        return read_sizes(hf, {k: value for k, value in config.items() if k != key}) == sizes
+    except ValueError:
+        return False
+
+
 def _key(hf: HuggingFace, size: str) -> str:
     """Return the key of a size in config.json, or its name if it is omitted there."""
     return size if size in hf.omitted else hf.size_keys.get(size, FIELDS.get(size, size))

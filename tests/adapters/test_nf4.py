@@ -85,6 +85,24 @@ def test_scales_in_8_bits_are_nearly_as_good():
     assert errors[0] < errors[1] < 1.01 * errors[0]
 
 
+def test_one_large_value_costs_the_others_less_than_in_bitsandbytes():
+    from bitsandbytes import functional  # here, because it takes seconds
+
+    rows = torch.randn(64, 4096, generator=torch.Generator().manual_seed(0)).bfloat16()
+    rows[:, 100] = 400 * rows.abs().max()
+    others = torch.ones(4096, dtype=torch.bool)
+    others[64:128] = False  # its block
+    codes, state = functional.quantize_4bit(rows, quant_type="nf4", blocksize=64, compress_statistics=True)
+    pairs = [
+        round_trip(rows, is_double=False),
+        round_trip(rows, is_double=True),
+        functional.dequantize_4bit(codes, state),
+    ]
+    exact = rows[:, others].float()
+    single, double, theirs = (((values[:, others] - exact).norm() / exact.norm()).item() for values in pairs)
+    assert single < double < 1.05 * single and theirs > 0.4
+
+
 def test_bytes_of_a_value():
     for columns, most in ((4096, 0.517), (1024, 0.52)):
         assert stored_bytes((64, columns), is_double=False) / (64 * columns) == 0.53125

@@ -137,7 +137,7 @@ def test_a_model_that_is_fine_tuned_from_a_folder_keeps_its_context_window_and_g
     shutil.copytree(tied_run / "huggingface", source)
     assert isinstance(json.loads((source / "generation_config.json").read_text())["eos_token_id"], int)
     update_json(source / "generation_config.json", {"temperature": 0.6})
-    update_json(source / "config.json", {"max_position_embeddings": 4096})
+    update_json(source / "config.json", {"max_position_embeddings": 4096, "initializer_range": 0.03})
     argv = [*tiny, "--run.output_folder", str(tmp_path), "--run.name", "run"]
     argv += ["--model.huggingface", source, "--tokenizer.backend", "huggingface", "--tokenizer.path", source]
     argv += ["--data.dataset", "chat", "--data.path", "", "--checkpoint.init_from", source]
@@ -148,10 +148,10 @@ def test_a_model_that_is_fine_tuned_from_a_folder_keeps_its_context_window_and_g
         ranks(1).run(train, [*map(str, argv), "--training.steps", steps])
         export = tmp_path / "run" / "huggingface"
         config, generation = (json.loads((export / f).read_text()) for f in ("config.json", "generation_config.json"))
-        assert config["max_position_embeddings"] == 4096
+        assert config["max_position_embeddings"] == 4096 and config["initializer_range"] == 0.03
         assert generation["temperature"] == 0.6 and generation["eos_token_id"] == ends
         update_json(source / "generation_config.json", {"temperature": 0.7})
-        update_json(source / "config.json", {"max_position_embeddings": 64})
+        update_json(source / "config.json", {"max_position_embeddings": 64, "initializer_range": 0.04})
 
 
 @pytest.mark.parametrize("is_link", [False, True])

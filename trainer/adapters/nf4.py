@@ -6,7 +6,11 @@ Its blocks ignore rows, and so does its second quantization, of scales, which gr
 depends on another row, so a weight that is sharded has the same values in every layout.
 
     "nf4"           bf16 scales, which for bf16 weights are exact: 0.53125 bytes per value
-    "nf4_double"    the scales of a row in 8 bits, linear up to its largest one: 0.517 bytes per value of 4096 columns
+    "nf4_double"    the fourth roots of the scales of a row in 8 bits: 0.517 bytes per value of 4096 columns
+
+With fourth roots, scales far below the largest of their row keep their precision: the mean error of a scale is 0.5 % at half of
+the largest, and 2.6 % at a thousandth. All devices compute them equally, as two square roots.
+
 
 All parts are uint8 tensors, also scales: FSDP casts floating-point parameters when it gathers them.
 """
@@ -71,7 +75,8 @@ def quantize(rows: Tensor, is_double: bool) -> Quantized:
     if not is_double:
         return parts | {SCALES: maxima.bfloat16().view(torch.uint8)}
     largest = maxima.amax(-1, keepdim=True)
-    scales = (maxima * 255 / largest.clamp(min=1e-38)).round_().clamp_(min=1)  # 0 would erase a block
+    roots = (maxima / largest.clamp(min=1e-38)).sqrt_().sqrt_()
+    scales = (roots * 255).round_().clamp_(min=1)  # 0 would erase a block
     return parts | {SCALES: scales.to(torch.uint8), MAXIMA: largest.view(torch.uint8)}
 
 
@@ -116,7 +121,8 @@ def _dequantize_rows(parts: Mapping[str, Tensor], pairs: Tensor) -> Tensor:
 def _scales(parts: Mapping[str, Tensor]) -> Tensor:
     """Return the scale of each block, fp32, (rows, blocks)."""
     if MAXIMA in parts:
-        return parts[SCALES].float() * (parts[MAXIMA].view(torch.float32) * (1 / 255))
+        square = (parts[SCALES].float() * (1 / 255)).square()
+        return square.square() * parts[MAXIMA].view(torch.float32)
     return parts[SCALES].view(torch.bfloat16).float()
 
 

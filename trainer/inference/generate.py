@@ -16,7 +16,7 @@ from models.context import Context
 from models.spec import LayerKind, Structure
 from trainer.base.config import ConfigError
 from trainer.base.config.checkpoints import resolve_checkpoint
-from trainer.checkpoint.formats.folders import open_weights, window_and_generation
+from trainer.checkpoint.formats.folders import metadata_and_generation, open_weights
 from trainer.checkpoint.formats.model_metadata import ids_of_ends
 from trainer.checkpoint.formats.tokenizer_files import load_model_tokenizer
 from trainer.data.chat.format import ChatFormat, load_chat_format
@@ -186,7 +186,7 @@ class TextGenerator:
 
         model = build_model(weights, sizes, dtype, device, shard)
         caches = _add_caches(model, model.structure(), sizes, max_seq_len, ranks, dtype, device)
-        stop = {tokenizer.eos, *ids_of_ends(window_and_generation(folder)[1])}
+        stop = {tokenizer.eos, *ids_of_ends(metadata_and_generation(folder)[1])}
         chat_template = chat_template or str(weights.template_file() or "")
         return cls(folder, model, caches, tokenizer, device, stop, chat_template, max_seq_len)
 

@@ -202,6 +202,8 @@ def _fingerprint(config: Config) -> dict[str, Any]:
     fingerprint = _values(config, lambda s: s.constraint.fixed_on_resume and not absent.get(s.section))
     fingerprint["lora.rank"] = config.lora.rank
     fingerprint["preference.loss"] = None if absent["preference"] else config.preference.loss
+    if config.lora.rank and config.lora.quantizes_scales:
+        fingerprint["scales of nf4_double"] = "fourth roots"  # those of older checkpoints were linear
     if config.trained_dtype == "bf16":
         # If this changed, the resumed run would lose the copy, or have none to load.
         fingerprint["fp32 copy of the parameters ([optimizer] offload)"] = config.optimizer.offload != "none"

@@ -24,7 +24,7 @@ from trainer.base.system.files import atomic_write, existing_part, file_error, f
 from trainer.base.system.run_files import CHECKPOINTS, CONFIG_FILE, ENVIRONMENT_FILE, METRICS_FILE, MODEL_FILE
 from trainer.checkpoint import resume
 from trainer.checkpoint.formats.export import export_run
-from trainer.checkpoint.formats.folders import window_and_generation
+from trainer.checkpoint.formats.folders import metadata_and_generation
 from trainer.checkpoint.formats.model_metadata import CHAT_TEMPLATE, GENERATION_CONFIG, ModelMetadata, ids_of_ends
 from trainer.checkpoint.formats.weights import Weights
 from trainer.checkpoint.resume import ResumePoint
@@ -207,8 +207,8 @@ def model_files(
     """
     scale = {name: getattr(config.lora, name) for name in (*SCALE_SETTINGS, "base_dtype")} if base else {}
     tokenizer = text.tokenizer
-    saved_window, generation = run_on_rank_0(lambda: _window_and_generation(config, point))
-    window = window_of_new_run(config, resolved.sizes, weights) if point is None else saved_window
+    initial, generation = run_on_rank_0(lambda: _initial_model(config, point))
+    window = window_of_new_run(config, resolved.sizes, weights) if point is None else initial.context_window
     window = config.model.context_window or window
     ends = list(dict.fromkeys([tokenizer.eos, *text.end_of_turn, *ids_of_ends(generation)]))
     special_token_ids = {"bos_token_id": tokenizer.bos, "eos_token_id": ends if len(ends) > 1 else ends[0]}
@@ -227,6 +227,7 @@ def model_files(
         reuse_reserved_tokens=dict(config.tokenizer.reuse_reserved_tokens),
         extra_special_tokens=config.tokenizer.extra_special_tokens,
         pattern=config.tokenizer.pattern or ("llama3" if config.tokenizer.backend == "tiktoken" else ""),
+        other_config={} if initial is None else initial.other_config,
         lora={**scale, **base},
     )
     template = {CHAT_TEMPLATE: text.chat_template.encode()} if text.chat_template else {}
@@ -234,14 +235,14 @@ def model_files(
     return {MODEL_FILE: model.text().encode(), **tokenizer.files, **template, **generation_config}
 
 
-def _window_and_generation(config: Config, point: ResumePoint | None) -> tuple[int, dict[str, Any]]:
-    """Return the context window and the generation_config.json of the model that the run continues, or (0, {})."""
+def _initial_model(config: Config, point: ResumePoint | None) -> tuple[ModelMetadata | None, dict[str, Any]]:
+    """Return what is said about the model that the run continues, and its generation_config.json, or (None, {})."""
     if point is not None:
-        return window_and_generation(point.path)
+        return metadata_and_generation(point.path)
     if not config.checkpoint.init_from:
-        return 0, {}
+        return None, {}
     with errors_about("checkpoint.init_from"):
-        return window_and_generation(resolve_checkpoint(Path(config.checkpoint.init_from)))
+        return metadata_and_generation(resolve_checkpoint(Path(config.checkpoint.init_from)))
 
 
 def versions() -> dict[str, str]:

@@ -85,16 +85,16 @@ def _open_base(adapter: Adapter, folder: Path) -> Weights:
     return base
 
 
-def window_and_generation(folder: Path) -> tuple[int, dict[str, Any]]:
-    """Return the context window and the generation_config.json of the model in a checkpoint or in a Hugging Face folder. If that
-    file is missing or names no eos_token_id or pad_token_id, the model's configuration does. Raises ConfigError."""
+def metadata_and_generation(folder: Path) -> tuple[ModelMetadata, dict[str, Any]]:
+    """Return what a checkpoint, or a Hugging Face folder, says about its model, and its generation_config.json. If that file is
+    missing or names no eos_token_id or pad_token_id, the model's configuration does. Raises ConfigError."""
     with manifest.damage_as_config_error(folder):
         file = folder / GENERATION_CONFIG
         generation = read_object(file) if file.exists() else {}
         model = _read_metadata(folder)
         missing = [key for key in ("eos_token_id", "pad_token_id") if generation.get(key) is None]
         ids = {key: id_ for key in missing if (id_ := model.special_token_ids.get(key)) is not None}
-        return model.context_window, generation | ids
+        return model, generation | ids
 
 
 def _read_metadata(folder: Path) -> ModelMetadata:

@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 
 from models import MODELS
 from models.config_json import text_config
-from models.huggingface_config import read_seq_len, read_sizes, skipped_modules
+from models.huggingface_config import other_fields, read_seq_len, read_sizes, skipped_modules
 from models.sizes import text_of
 from models.spec import ModelSpec
 from trainer.base.config import ConfigError
@@ -84,6 +84,7 @@ class DescribedModel:
             special_token_ids={key: self.config[key] for key in SPECIAL_TOKEN_IDS if key in self.config},
             reuse_reserved_tokens={},
             extra_special_tokens=(),
+            other_config=other_fields(self.spec.huggingface, self.config, self.sizes),
         )
 
 

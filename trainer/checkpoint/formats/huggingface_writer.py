@@ -59,7 +59,7 @@ def write_huggingface(
     files, model = exported_files(weights), weights.model
     with atomic_folder(out) as folder:
         _write_weights(folder, _Tensors(weights, dtype, progress).entries(), shard_bytes, weights.origin())
-        config = write_config(weights.spec.huggingface, weights.sizes, model.context_window)
+        config = {**model.other_config, **write_config(weights.spec.huggingface, weights.sizes, model.context_window)}
         # transformers' default pad_token_id may exceed the vocabulary.
         config |= {"torch_dtype": str(dtype).removeprefix("torch."), "pad_token_id": None}
         config |= model.special_token_ids

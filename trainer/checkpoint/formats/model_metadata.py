@@ -46,6 +46,8 @@ class ModelMetadata:
     """Setting [tokenizer] extra_special_tokens of the run."""
     pattern: str = ""
     """Setting [tokenizer] pattern, if the tokenizer is a tiktoken file."""
+    other_config: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of the initial model's config.json that an export keeps."""
     lora: Mapping[str, Any] = field(default_factory=dict)
     """If the checkpoint contains an adapter: its settings rank, alpha, rslora and base_dtype, and path and hash of its base
     model."""
@@ -63,6 +65,7 @@ class ModelMetadata:
             for name in values["tokenizer_files"]:
                 manifest.require_plain_filename(name, MODEL_FILE)
             values.setdefault("pattern", "llama3" if values["tokenizer"] == "tiktoken" else "")  # as older checkpoints
+            values.setdefault("other_config", {})  # older checkpoints lost them
             values.setdefault("lora", {})  # older checkpoints contain complete models
             values.setdefault("context_window", values["seq_len"])
             types = {name: get_origin(hint) or hint for name, hint in get_type_hints(cls).items()}
