@@ -41,11 +41,11 @@ from tqdm import tqdm
 
 from trainer.base.config.checkpoints import best_checkpoint, best_step, list_checkpoints
 from trainer.base.config.recognition import is_checkpoint
+from trainer.base.system import console
 from trainer.base.system.files import folder_error
 from trainer.base.system.paths import split_best
 from trainer.base.system.run_files import CHECKPOINTS, STATE_FILE, parse_step
 from trainer.base.system.spelling import counted
-from trainer.base.system.streams import line_stream
 from trainer.checkpoint import manifest
 from trainer.checkpoint.manifest import CorruptError
 from trainer.checkpoint.resume import LARGEST_STATE, check_train_state
@@ -88,14 +88,14 @@ def print_list(checkpoints: list[Path]) -> Iterator[bool]:
 
 
 def verify(checkpoints: list[Path]) -> Iterator[bool]:
-    for checkpoint in tqdm(
-        checkpoints, unit="checkpoint", disable=None, file=line_stream(sys.stderr), dynamic_ncols=True
-    ):
-        problem = manifest.find_damage(checkpoint)
-        if not problem and parse_step(checkpoint.name) is not None and (checkpoint / STATE_FILE).exists():
-            problem = check_train_state(checkpoint)
-        tqdm.write(f"{checkpoint}: {problem or 'intact'}")
-        yield not problem
+    with console.progress(len(checkpoints), " checkpoints", "verifying") as bar:
+        for checkpoint in checkpoints:
+            problem = manifest.find_damage(checkpoint)
+            if not problem and parse_step(checkpoint.name) is not None and (checkpoint / STATE_FILE).exists():
+                problem = check_train_state(checkpoint)
+            tqdm.write(f"{checkpoint}: {problem or 'intact'}")  # above the bar
+            bar.update(1)
+            yield not problem
 
 
 def describe(checkpoint: Path) -> Iterator[str]:

@@ -18,7 +18,7 @@ from tests.commands import run_script
 from trainer.base.config import ConfigError
 from trainer.checkpoint.formats.folders import read_architecture
 from trainer.runtime.accelerators import SHORT_NAMES
-from trainer.tools.planner.recorder import MEMORY_CATEGORIES
+from trainer.tools.planner.recorded import MEMORY_CATEGORIES
 
 
 def plan(*flags):

@@ -3,15 +3,14 @@
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-import tomli
 import torch
 
 from models.spec import meta_model
 from models.width import WIDTH_ROLES, width_role
 from trainer.adapters.select import excessive_rank, expert_adapters, unaligned_rank
-from trainer.base.config import Config, EvaluationConfig, LrScheduleConfig, SamplesConfig, TrainingConfig
+from trainer.base.config import Config, EvaluationConfig, SamplesConfig, TrainingConfig
 from trainer.base.system import console
-from trainer.base.system.run_files import CHECKPOINTS, CONFIG_FILE
+from trainer.base.system.run_files import CHECKPOINTS
 from trainer.base.system.spelling import counted, every
 from trainer.base.system.units import GIB, format_bytes
 from trainer.checkpoint.formats.weights import Weights
@@ -20,10 +19,10 @@ from trainer.data.build import Datasets
 from trainer.data.datasets import mixture_phases
 from trainer.data.sampling.loader import SampleOrder
 from trainer.evaluate import EvalSet
-from trainer.optim.lr_schedule import lr_factor
 from trainer.parallel.attention import kernel_name
 from trainer.parallel.parallelize import block_executions
 from trainer.run.context_window import window_warning
+from trainer.run.rate_jump import rate_jump
 from trainer.run.resolve import ResolvedRun
 from trainer.run.resources import checkpoint_bytes, disk_free, remaining_checkpoints
 from trainer.run.training_data import epochs_of, phase_steps, target_share
@@ -32,8 +31,6 @@ from trainer.runtime.device import DTYPES
 from trainer.runtime.distributed import run_on_rank_0
 from trainer.state import TrainState
 
-_JUMP = 1.5
-"""Ratio of the learning rates of two steps above which a run says that the rate rises."""
 _MANY_EPOCHS = 10
 """Number of epochs above which a run says that it repeats its data."""
 
@@ -194,33 +191,6 @@ def start_warnings(
     else:
         lines = {"schedule": rate_jump(config, point)}
     return [Note(name, line, warns=True) for name, line in lines.items() if line]
-
-
-def rate_jump(config: Config, point: ResumePoint) -> str:
-    """Return a line about a learning rate that has decayed before the checkpoint and rises after it, because the run was
-    extended, or ""."""
-    try:
-        saved = tomli.loads((point.path / CONFIG_FILE).read_text())
-        schedule, steps, lr = (
-            LrScheduleConfig(**saved["lr_schedule"]),
-            saved["training"]["steps"],
-            saved["optimizer"]["lr"],
-        )
-    except (OSError, ValueError, KeyError, TypeError):
-        return ""
-    step = point.state.step
-    if config.training.epochs is not None or "range_test" in (schedule.name, config.lr_schedule.name):
-        return ""
-    decayed = lr_factor(schedule, step, steps)
-    before = lr * decayed
-    now = config.optimizer.lr * lr_factor(config.lr_schedule, step + 1, config.training.steps)
-    if step < schedule.warmup_steps or decayed >= 1 or now < _JUMP * before:
-        return ""
-    line = f"the learning rate had decayed to {before:.2e} in step {step}, and rises to {now:.2e} in step {step + 1}"
-    start = max(schedule.warmup_steps, steps - schedule.decay_steps)
-    if schedule.name != "warmup_stable_decay" or not start:
-        return f"{line}; a new run that begins with these weights (--from) and a lower optimizer.lr would have no such rise"
-    return f"{line}; checkpoint.load_step = {start}, or an earlier checkpoint before the decay, would avoid it"
 
 
 def course_notes(

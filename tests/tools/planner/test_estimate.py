@@ -13,7 +13,7 @@ from trainer.run.resolve import resolve
 from trainer.runtime.accelerators import ACCELERATORS
 from trainer.tools.planner.estimate import Hardware, RunEstimate, margin_bytes
 from trainer.tools.planner.peak import explain, place, remedies
-from trainer.tools.planner.recorder import MEMORY_CATEGORIES, ExecutionPoint
+from trainer.tools.planner.recorded import MEMORY_CATEGORIES, ExecutionPoint
 from trainer.tools.planner.simulate import without_compiler
 
 DEVICE = replace(ACCELERATORS["NVIDIA H100 80GB HBM3"], memory_gib=80)

@@ -4,7 +4,7 @@ import pytest
 
 from trainer.base.config import ParallelConfig
 from trainer.runtime.accelerators import AcceleratorSpec
-from trainer.tools.planner.recorder import Traffic
+from trainer.tools.planner.recorded import Traffic
 from trainer.tools.planner.roofline import (
     BANDWIDTH_EFFICIENCY,
     FLOPS_EFFICIENCY,

@@ -8,7 +8,7 @@ import pytest
 
 from trainer.base.config import ConfigError
 from trainer.base.system.units import GIB
-from trainer.tools.planner.recorder import MEMORY_CATEGORIES, ExecutionPoint
+from trainer.tools.planner.recorded import MEMORY_CATEGORIES, ExecutionPoint
 from trainer.tools.report.memory_picture import draw_memory
 from trainer.tools.report.picture import Picture
 

@@ -62,11 +62,6 @@ def why_chosen(source: Path, chosen: Path) -> str:
         return ""
     if is_best:
         return f"the best checkpoint by its evaluations; the newest is step {step_of(checkpoints[0])}"
-    better = better_than(source, chosen)
-    return f"the newest checkpoint{f'; {better}' if better else ''}"
-
-
-def better_than(source: Path, chosen: Path) -> str:
-    """Return which checkpoint of a run is better than `chosen`, its newest one, or "". source: the run folder."""
-    best = 0 if chosen == source else best_step(source / CHECKPOINTS)
-    return f"the best by its evaluations is {source}{BEST}, of step {best}" if best and best != step_of(chosen) else ""
+    best = best_step(run / CHECKPOINTS)
+    better = f"; the best by its evaluations is {run}{BEST}, of step {best}" if best not in (0, step_of(chosen)) else ""
+    return f"the newest checkpoint{better}"

@@ -239,10 +239,12 @@ def _record(snapshot: Path) -> dict[str, Any]:
 
 def _note(snapshot: Path, facts: Mapping[str, Any]) -> None:
     """Record facts about a commit. Raises OSError or ValueError."""
-    record = _record(snapshot)
-    record[snapshot.name] = record.get(snapshot.name, {}) | facts
-    snapshot.parent.parent.mkdir(parents=True, exist_ok=True)
-    atomic_write(snapshot.parent.parent / _RECORD, json.dumps(record, indent=1))
+    storage = snapshot.parent.parent
+    storage.mkdir(parents=True, exist_ok=True)
+    with file_lock(storage / f"{_RECORD}.lock"):  # another process may record facts about another commit
+        record = _record(snapshot)
+        record[snapshot.name] = record.get(snapshot.name, {}) | facts
+        atomic_write(storage / _RECORD, json.dumps(record, indent=1))
 
 
 def _is_complete(snapshot: Path, contents: Contents) -> bool:

@@ -36,9 +36,14 @@ _PREFIX = "base_model.model."
 _LEAVES = {LORA_A: "lora_A.weight", LORA_B: "lora_B.weight"}
 _UNSUPPORTED = (
     *("use_dora", "lora_bias", "fan_in_fan_out", "rank_pattern", "alpha_pattern", "layer_replication"),
-    *("trainable_token_indices", "use_qalora", "alora_invocation_tokens"),
+    *("trainable_token_indices", "use_qalora", "alora_invocation_tokens", "target_parameters"),
 )
 """Keys of adapter_config.json that change the meaning of an adapter. They must be absent or false."""
+_WAYS_OUT = {
+    "target_parameters": "adapters of stacked experts in this form cannot be continued; merge them in peft "
+    "(merge_and_unload), and use the model as a base"
+}
+"""Key of _UNSUPPORTED -> what its adapters are, and what can be done."""
 
 
 class PeftNames:
@@ -154,12 +159,8 @@ def peft_settings(folder: Path) -> dict[str, Any]:
     for key, values in (fixed | dict.fromkeys(_UNSUPPORTED, (None, False, [], {}))).items():
         if config.get(key) not in values:
             expected = " or ".join(json.dumps(value) for value in values if value is not None)
-            raise CorruptError(f"{PEFT_CONFIG}: {key} {text_of(config.get(key))} must be {expected}")
-    if stacks := config.get("target_parameters"):
-        raise CorruptError(
-            f"{PEFT_CONFIG}: target_parameters {text_of(stacks)}: adapters of stacked experts in this form cannot be continued; "
-            "merge them in peft (merge_and_unload), and use the model as a base"
-        )
+            rule = f": {_WAYS_OUT[key]}" if key in _WAYS_OUT else f" must be {expected}"
+            raise CorruptError(f"{PEFT_CONFIG}: {key} {text_of(config.get(key))}{rule}")
     scale = {"rank": config.get("r", 8), "alpha": config.get("lora_alpha", 8)}
     return scale | {"rslora": bool(config.get("use_rslora"))}
 

@@ -5,7 +5,6 @@ token. In messages, this applies only to the names in data.allowed_special; all 
 """
 
 import contextlib
-import functools
 import hashlib
 import json
 import re
@@ -20,25 +19,16 @@ from trainer.data.chat.fields import PLAIN_TEXT, without
 from trainer.data.chat.messages import Message
 from trainer.data.chat.special_names import SpecialNames
 from trainer.data.chat.template import ChatTemplate, Rendering, TemplateFailure
+from trainer.data.chat.template_advice import ANSWER, PROBE, RULE, Advice
 from trainer.data.chat.template_data import template_data, variants
-from trainer.data.chat.template_files import (
-    SETTING,
-    fitting_templates,
-    own_template,
-    read_template,
-    tags_are_text,
-    usable_templates,
-)
+from trainer.data.chat.template_files import own_template, read_template, tags_are_text
 from trainer.data.chat.tokens import NO_END_OF_TURN, MissingTokens, RenderingEncoder, TokensAndMask
 from trainer.data.chat.written_check import check_written
 from trainer.data.tokenizer.protocol import Tokenizer
-from trainer.data.tokenizer.special_tokens import SPECIAL_LOOKING, missing_special_tokens, reserved_names
+from trainer.data.tokenizer.special_tokens import SPECIAL_LOOKING, missing_special_tokens
 
 _VERSION = 2
 """Version of the encoding. It is part of the input of ChatFormat.fingerprint."""
-_ANSWER = "An answer."
-_PROBE = [QUESTION, {"role": "assistant", "content": _ANSWER}] * 2
-_RULE = {"role": "system", "content": "A rule."}
 _TOOL = {"type": "function", "function": {"name": "f", "description": "A tool.", "parameters": {"type": "object"}}}
 _CORRECT_PROMPT = "let a copy of the template write the same text before an answer and for add_generation_prompt"
 
@@ -78,6 +68,7 @@ class ChatFormat:
         only_known = tags_are_text(template, tokenizer.files)
         self._special_names = SpecialNames(known, allowed_special, only_known=only_known)
         self._encoder = RenderingEncoder(tokenizer, self._special, plain, self._special_names)
+        self._advice = Advice(template, tokenizer, self._special, self._names)
         self._template: ChatTemplate
         self.end_of_turn: tuple[int, ...]
         """Ids of the tokens that end an answer."""
@@ -110,7 +101,7 @@ class ChatFormat:
             chat._template = ChatTemplate.compile(template)
             chat.end_of_turn = chat._find_end_of_turn()
         except TemplateFailure as failure:
-            raise chat._refusal(failure) from None
+            raise chat._advice.refusal(failure) from None
         return chat
 
     @property
@@ -134,7 +125,7 @@ class ChatFormat:
     def rewrites_turns(self) -> bool:
         """Whether the text up to the first of two answers differs from the prompt for it, or from the text of a conversation that
         ends with it."""
-        for probe in (_PROBE, [_RULE, *_PROBE]):
+        for probe in (PROBE, [RULE, *PROBE]):
             first = len(probe) - 3
             with contextlib.suppress(TemplateFailure):
                 text = self._text_up_to(probe, first)
@@ -227,11 +218,11 @@ class ChatFormat:
         They differ if the template emits the assistant's header only together with an answer.
         """
         try:
-            rendering, turns, *_ = self._render_complete(_PROBE, None, {}, [False, True] * 2)
+            rendering, turns, *_ = self._render_complete(PROBE, None, {}, [False, True] * 2)
             self._encode_rendered(rendering, turns, ())
             self._check_header(rendering.text, turns[1][0])
         except TemplateFailure as failure:
-            raise self._refusal(failure) from None
+            raise self._advice.refusal(failure) from None
 
     # ---------------------------------------------------------------- text
 
@@ -267,7 +258,7 @@ class ChatFormat:
                 failures.insert(0, failure)  # it says more than an error in the template
         else:
             if any(message["role"] == "system" for message in messages) and not failures[0].way_out:
-                raise TemplateFailure(failures[0].reason, self._way_to_write_system)
+                raise TemplateFailure(failures[0].reason, self._advice.way_to_write_system(self._template))
             raise failures[0]
         turns = self._find(rendering, data)
         for i, is_target in enumerate(loss_mask):
@@ -276,7 +267,7 @@ class ChatFormat:
         for i, turn in turns.items():
             if turn is None:
                 reason = f"the template begins message {i + 1} otherwise than the prompt for it"
-                raise TemplateFailure(reason, self._way_out(_CORRECT_PROMPT))
+                raise TemplateFailure(reason, self._advice.ways(_CORRECT_PROMPT))
         return rendering, turns, unused, context
 
     def _encode_rendered(
@@ -285,7 +276,7 @@ class ChatFormat:
         try:
             return self._encoder.encode(rendering, turns, targets)
         except MissingTokens as missing:
-            raise self._missing_tokens_error(missing.names) from None
+            raise self._advice.missing_tokens(missing.names) from None
 
     def _text_up_to(self, messages: Sequence[Message], i: int) -> str:
         """Return the text of a conversation up to the end of answer `i`."""
@@ -309,24 +300,24 @@ class ChatFormat:
 
     def _find_end_of_turn(self) -> tuple[int, ...]:
         """Return the end-of-turn tokens. Raises TemplateFailure if the template fails or writes no such token."""
-        rendering = self._render(_PROBE[:2])
+        rendering = self._render(PROBE[:2])
         special = [name for name, is_special in self._encoder.pieces(rendering) if is_special]
         missing = [name for name in special if name not in self._special]
         if missing:
-            raise self._missing_tokens_error([*missing, *missing_special_tokens(self.template, self._special)])
+            raise self._advice.missing_tokens([*missing, *missing_special_tokens(self.template, self._special)])
         ends = self._ends_of_answers(rendering)
         if not ends:
             raise TemplateFailure(NO_END_OF_TURN)
         with contextlib.suppress(TemplateFailure):  # OLMo 3 ends earlier answers by another token
-            ends += self._ends_of_answers(self._render(_PROBE))
+            ends += self._ends_of_answers(self._render(PROBE))
         with contextlib.suppress(TemplateFailure):  # a template for conversations with tools may be another one
-            ends += self._ends_of_answers(self._render_data(template_data(_PROBE, [_TOOL], {}), False))
+            ends += self._ends_of_answers(self._render_data(template_data(PROBE, [_TOOL], {}), False))
         return tuple(dict.fromkeys(ends))
 
     def _ends_of_answers(self, rendering: Rendering) -> list[int]:
         """Return the first special token after each answer of a rendered probe."""
         ends = []
-        for answer in re.finditer(re.escape(_ANSWER), rendering.text):
+        for answer in re.finditer(re.escape(ANSWER), rendering.text):
             following = self._encoder.pieces(rendering, answer.end())
             ends += [self._special[name] for name, is_special in following if is_special and name in self._special][:1]
         return ends
@@ -339,67 +330,13 @@ class ChatFormat:
             start: Where its first answer starts.
         """
         with_prompt, without_prompt = (self._render([QUESTION], is_prompt).text for is_prompt in (True, False))
-        header = text[start:].partition(_ANSWER)[0]
+        header = text[start:].partition(ANSWER)[0]
         if header.strip() and start <= common_start(with_prompt, without_prompt):
             instead = "nothing" if with_prompt == without_prompt else "something else"
             raise TemplateFailure(
                 f"the template writes {header!r} before an answer, but {instead} when add_generation_prompt is set",
-                self._way_out(_CORRECT_PROMPT),
+                self._advice.ways(_CORRECT_PROMPT),
             )
-
-    def _refusal(self, failure: TemplateFailure) -> ConfigError:
-        """Return the error of a template that cannot be used, with a way out."""
-        if not failure.way_out:
-            failure = TemplateFailure(failure.reason, self._way_out())
-        return ConfigError(SETTING, str(failure))
-
-    def _way_out(self, *others: str) -> str:
-        """Return what can be done about the template. It may be replaced by a shipped template with the same special tokens."""
-        fitting = next(fitting_templates(self.template, self._special, self._names), "")
-        ways = [f'set data.chat_template = "{fitting}", which has the same special tokens'] if fitting else []
-        return ", or ".join([*ways, *others])
-
-    @functools.cached_property
-    def _way_to_write_system(self) -> str:
-        """Advice that names a shipped template with the same turns, which writes system messages, or "" if this one does too."""
-        if _writes_rule(self._template, self._names):
-            return ""
-        plain = template_data(_PROBE, None, {})
-        turns = self._render_data(plain, False).text
-        for name in fitting_templates(self.template, self._special, self._names):
-            other = ChatTemplate.compile(read_template(name)[0])
-            with contextlib.suppress(TemplateFailure):
-                if other.render(self._names, plain, False).text == turns and _writes_rule(other, self._names):
-                    return f'set data.chat_template = "{name}", which writes system messages'
-        return ""
-
-    def _missing_tokens_error(self, names: Sequence[str]) -> TemplateFailure:
-        names = list(dict.fromkeys(names))
-        reason = f"the template writes {', '.join(names)}, which the tokenizer does not have"
-        ways = []
-        if own := own_template(self.tokenizer.files):
-            if own != self.template:
-                ways = ["set data.chat_template to the tokenizer's folder, which has a template"]
-        elif usable := usable_templates(self._special):
-            ways = [f"set data.chat_template to one whose special tokens it has ({', '.join(usable)})"]
-        elif self.tokenizer.bos is not None:
-            ways = ['set data.chat_template = "llama2", whose only special tokens are BOS and EOS']
-        reserved = reserved_names(self._special)[: len(names)]
-        if len(reserved) == len(names):
-            pairs = ", ".join(f'"{name}" = "{token}"' for name, token in zip(names, reserved, strict=True))
-            ways.append(f"set tokenizer.reuse_reserved_tokens = {{ {pairs} }} to add them")
-        return TemplateFailure(reason, ", or ".join(ways))
-
-
-def _writes_rule(template: ChatTemplate, names: Mapping[str, str]) -> bool:
-    """Return whether a template writes system messages."""
-    messages = [_RULE, *_PROBE]
-    data = template_data(messages, None, {})
-    try:
-        check_written(template, template.render(names, data, False), messages, data, [False] * len(messages))
-    except TemplateFailure:
-        return False
-    return True
 
 
 def load_chat_format(

@@ -8,7 +8,7 @@ from trainer.base.config import ConfigError
 from trainer.base.system.units import GIB
 from trainer.run.resolve import resolve
 from trainer.tools.planner.estimate import RunEstimate
-from trainer.tools.planner.recorder import ExecutionPoint
+from trainer.tools.planner.recorded import ExecutionPoint
 from trainer.tools.planner.simulate import Simulation, without_compiler
 
 _NAMED_FRACTION = 0.15

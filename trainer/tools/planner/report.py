@@ -10,7 +10,7 @@ from trainer.base.system.spelling import counted
 from trainer.base.system.units import GIB, format_bytes
 from trainer.tools.planner.estimate import FRAGMENTATION, Hardware, RunEstimate
 from trainer.tools.planner.peak import explain, remedies
-from trainer.tools.planner.recorder import MEMORY_CATEGORIES
+from trainer.tools.planner.recorded import MEMORY_CATEGORIES
 from trainer.tools.planner.roofline import BANDWIDTH_EFFICIENCY, FLOPS_EFFICIENCY, NETWORK_EFFICIENCY, wire_bytes
 from trainer.tools.planner.search import Candidate
 from trainer.tools.planner.simulate import Simulation

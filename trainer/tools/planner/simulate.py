@@ -43,7 +43,8 @@ from trainer.tools.planner.patches import (
     record_host_buffers,
     skip_shape_negotiation,
 )
-from trainer.tools.planner.recorder import MEMORY_CATEGORIES, ExecutionPoint, Recorder, Traffic
+from trainer.tools.planner.recorded import MEMORY_CATEGORIES, ExecutionPoint, Traffic
+from trainer.tools.planner.recorder import Recorder
 
 CPU = torch.device("cpu")
 _TIMELINE_POINTS = 2000

@@ -4,7 +4,7 @@ from typing import Any
 
 from trainer.base.system.units import GIB
 from trainer.tools.planner.peak import place
-from trainer.tools.planner.recorder import MEMORY_CATEGORIES
+from trainer.tools.planner.recorded import MEMORY_CATEGORIES
 from trainer.tools.planner.simulate import Simulation
 
 COLORS = ("#4477aa", "#66ccee", "#228833", "#ccbb44", "#ee6677", "#aa3377", "#bbbbbb")
