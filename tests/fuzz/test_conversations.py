@@ -44,19 +44,19 @@ _DOCUMENTS = {
     "parts": turns(user(PARTS), answer([{"type": "text", "text": "It is 4."}])),
     "thoughts": turns(Q, A | {"reasoning_content": "Two and two."}),
 }
-_NAMES = st.sampled_from(
+NAMES = st.sampled_from(
     ["weight", "train", "loss", "mask", "ignored", "target", "reasoning", "reasoning_content", "thinking", "scratchpad",
      "system_instruction", "choices", "functions", "tools", "image_url", "images", "name", "id", "quality", "score", "note",
      "lang", "meta", "recipient", "channel", "prefix", "strict", "format", "title", "custom", "系统", "x"]
 )  # fmt: skip
-_VALUES = st.one_of(
+VALUES = st.one_of(
     st.sampled_from(
         [None, "", [], {}, True, False, 0, 1, 0.5, 7, "word", "two words", "真", "true", "x" * 90, "ünïcödé\n"]
     ),
     st.lists(st.sampled_from(["a", "b", 1]), min_size=1, max_size=2),
     st.dictionaries(st.sampled_from("ab"), st.sampled_from([1, "text", True]), min_size=1, max_size=2),
 )
-_ALSO_NAMED = {
+ALSO_NAMED = {
     "functions": ["tools", "a function"],
     "tools": ["a tool"],
     "weight": ["not to be trained on", "no assistant message to train on"],
@@ -72,19 +72,19 @@ def _loaded(family: str) -> Loaded:
     return load(family, Path(tempfile.mkdtemp()) / "family")
 
 
-def _objects(value: Any, path: tuple = ()) -> Iterator[tuple]:
+def objects(value: Any, path: tuple = ()) -> Iterator[tuple]:
     """Yield the path of each object in a document whose fields have a meaning."""
     if isinstance(value, Mapping):
         yield path
         for name, entry in value.items():
             if name not in _DATA:
-                yield from _objects(entry, (*path, name))
+                yield from objects(entry, (*path, name))
     elif isinstance(value, list):
         for i, entry in enumerate(value):
-            yield from _objects(entry, (*path, i))
+            yield from objects(entry, (*path, i))
 
 
-def _at(document: Any, path: tuple) -> Any:
+def at(document: Any, path: tuple) -> Any:
     return functools.reduce(lambda value, key: value[key], path, document)
 
 
@@ -131,24 +131,24 @@ def _base(family: str, kind: str) -> tuple[str | None, Any]:
     st.sampled_from(_FAMILIES),
     st.sampled_from(sorted(_DOCUMENTS)),
     st.data(),
-    st.lists(st.tuples(_NAMES, _VALUES), min_size=1, max_size=2),
+    st.lists(st.tuples(NAMES, VALUES), min_size=1, max_size=2),
 )
 def test_no_field_of_a_conversation_changes_or_vanishes_in_silence(family, kind, data, fields):
     loaded, (base_text, base) = _loaded(family), _base(family, kind)
     document = copy.deepcopy(_DOCUMENTS[kind])
-    places = list(_objects(document))
+    places = list(objects(document))
     added = []
     for name, value in fields:
         path = data.draw(st.sampled_from(places))
-        if name not in _at(document, path):
-            _at(document, path)[name] = value
+        if name not in at(document, path):
+            at(document, path)[name] = value
             added.append((path, name, value))
     try:
         (tokens, targets), unused = loaded.chat.encode_document(copy.deepcopy(document))
     except (MalformedConversation, TemplateFailure) as refusal:
         record("refused")
         line = refusal_of(refusal)
-        words = {word for _, name, _ in added for word in (name, *_ALSO_NAMED.get(name, ()))}
+        words = {word for _, name, _ in added for word in (name, *ALSO_NAMED.get(name, ()))}
         assert base is None or any(word in line for word in words), line
         return
     record("accepted")
