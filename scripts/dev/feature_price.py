@@ -153,7 +153,7 @@ CAPABILITIES = {
     "Fault matrix": "tests/faults/*",
     "Random input": "tests/fuzz/*",
     "Planner: memory and time of a run": """
-        trainer/tools/planner/{estimate,limits,patches,peak,recorder,report,roofline,simulate}.py
+        trainer/tools/planner/{estimate,limits,patches,peak,recorded,recorder,report,roofline,simulate}.py
         trainer/tools/testing/allocations.py scripts/plan.py scripts/dev/{check_plan,plan_recipes}.py
         tests/tools/planner/test_{estimate,report,roofline,simulate}.py tests/scripts/test_{plan,plan_recipes}.py""",
     "Planner: search for a layout": "trainer/tools/planner/search.py tests/tools/planner/test_search.py",
