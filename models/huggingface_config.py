@@ -93,16 +93,9 @@ def write_config(hf: HuggingFace, sizes: Any, context_window: int) -> dict[str, 
     }
 
 
-_REWRITTEN = {
-    "architectures",
-    "model_type",
-    "dtype",
-    "torch_dtype",
-    "transformers_version",
-    "auto_map",
-    "quantization_config",
-}
-_REWRITTEN |= {"bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings", "head_dim"}
+_REWRITTEN = {"dtype", "torch_dtype", "transformers_version", "auto_map", "quantization_config", "compression_config"}
+_REWRITTEN |= {"bos_token_id", "eos_token_id", "pad_token_id"}
+"""Fields that write_config does not write, but that say how the files of weights, or the tokens, are."""
 
 
 def other_fields(hf: HuggingFace, config: Config, sizes: Any) -> dict[str, Any]:

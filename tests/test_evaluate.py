@@ -182,7 +182,7 @@ def test_a_phase_may_change_until_it_has_started(ranks, tiny, tmp_path):
     assert kinds == [(1, 0, {"a": 0.75, "b": 0.25}), (4, 24, {"a": 1.0})]
     log = (tmp_path / "run" / "log.txt").read_text()
     assert "step 4 | mixture: a=1 from sample 24" in log
-    assert "warning: mixture: b=1 from step 5 on, which has sample 32; the run ends after step 3" in log
+    assert "warning: mixture: b=1 from sample 32 on, in step 5; the run ends after step 3" in log
     message = (
         r"data\.mixture: phases that have already started .*a=1 from sample 24, now .* starting at sample 32 or later"
     )

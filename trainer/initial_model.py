@@ -224,7 +224,7 @@ def _reference_hash(config: Config, resolved: ResolvedRun, weights_digest: str, 
     if lora.train_fully:
         precision += [lora.dtype, *lora.train_fully]
     if lora.base_dtype != "keep":
-        precision.append(lora.base_dtype)
+        precision.append(lora.base_format)
     content = [weights_digest, adapted, asdict(resolved.sizes), changes, precision]
     return digest(json.dumps(content, sort_keys=True).encode())
 

@@ -202,7 +202,7 @@ def test_an_adapter_is_merged_into_the_base_that_it_was_trained_on_or_into_the_o
         words = ["merge", str(tmp_path / "run"), str(out), "--dtype", "fp32", "--into", into]
         monkeypatch.setattr(sys, "argv", ["convert_hf.py", *words])
         convert_hf.main()
-        warning = "was trained on a base model in 4 bits (nf4_double), and is merged into the original"
+        warning = "was trained on a base model in 4 bits, nf4_double (fourth roots of scales), and is merged into the original"
         assert (warning in capsys.readouterr().err) == (into == "original")
         with safe_open(out / "model.safetensors", framework="pt") as tensors:
             assert tensors.metadata().get("meshwright_base") == {"quantized": "nf4_double"}.get(into)
@@ -211,7 +211,7 @@ def test_an_adapter_is_merged_into_the_base_that_it_was_trained_on_or_into_the_o
         (record,) = records(tmp_path / f"from_{into}")
         losses[into] = record["loss"]
     (text,) = ranks(1).run(printed, [*continued, "--lora.base_dtype", "keep", *in_folder(tmp_path / "keep")])
-    assert "which was trained with [lora] base_dtype = nf4_double, not keep" in text
+    assert "which was trained with [lora] base_dtype = nf4_double (fourth roots of scales), not keep" in text
     assert losses["quantized"] == pytest.approx(expected["loss"], rel=1e-6)
     assert abs(losses["original"] / expected["loss"] - 1) > 1e-5
     source = open_weights(checkpoint_of(tmp_path / "run"), alone=True)

@@ -101,8 +101,8 @@ def test_the_samples_are_one_line():
 MIXED = ["--data.datasets.web", "text:web", "--data.datasets.code", "text:code", "--training.batch_schedule.100", "64"]
 MIXED += ["--data.mixture", "0: web=7 code=3, 3200: code=1, 3240: web=1"]
 LATER = [
-    ("code=1 from step 101 on, which has sample 3200", False),
-    ("web=1 from step 101 on, which has sample 3240", False),
+    ("code=1 from sample 3200 on, in step 101", False),
+    ("web=1 from sample 3240 on, in step 101", False),
 ]
 
 
@@ -130,9 +130,15 @@ LATER = [
             300,
             [
                 ("web=0.7 code=0.3 now", False),
-                ("code=1 from step 99 on, which has sample 3200", False),
-                ("web=1 from step 101 on, which has sample 3240", False),
+                ("code=1 from sample 3200 on, in step 99", False),
+                ("web=1 from sample 3240 on, in step 101", False),
             ],
+        ),
+        # All samples of the second phase were skipped.
+        (
+            TrainState(step=99, cursor=3168, skipped_samples=[(3190, 3300)]),
+            300,
+            [("web=0.7 code=0.3 now", False), ("web=1 from sample 3240 on, in step 100", False)],
         ),
     ],
 )

@@ -8,9 +8,8 @@ depends on another row, so a weight that is sharded has the same values in every
     "nf4"           bf16 scales, which for bf16 weights are exact: 0.53125 bytes per value
     "nf4_double"    the fourth roots of the scales of a row in 8 bits: 0.517 bytes per value of 4096 columns
 
-With fourth roots, scales far below the largest of their row keep their precision: the mean error of a scale is 0.5 % at half of
-the largest, and 2.6 % at a thousandth. All devices compute them equally, as two square roots.
-
+With fourth roots, scales far below the largest of their row keep their precision: the root mean square of the relative error is
+0.5 % at half of the largest, and 2.5 % at a thousandth. All devices compute them equally, as two square roots.
 
 All parts are uint8 tensors, also scales: FSDP casts floating-point parameters when it gathers them.
 """

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from models.spec import saved_weights
 from trainer.base.config import ConfigError
 from trainer.base.config.checkpoints import resolve_checkpoint, why_chosen
-from trainer.base.system import console
 from trainer.base.system.paths import path_error
+from trainer.base.system.streams import print_error
 from trainer.checkpoint.formats.folders import open_weights
 from trainer.checkpoint.formats.tokenizer_files import load_model_tokenizer
 from trainer.checkpoint.formats.weights import Weights
@@ -61,7 +61,7 @@ def load_model(
     chosen = existing_device(device)
     checkpoint = resolve_checkpoint(Path(path))
     if why := why_chosen(Path(path), checkpoint):
-        console.info(f"{checkpoint}: {why}")
+        print_error(f"{checkpoint}: {why}")
     weights = open_weights(checkpoint, None if base is None else Path(base), True, averaged)
     tokenizer = load_model_tokenizer(weights)
     sizes = weights.sizes.for_seq_len(max_seq_len or weights.model.seq_len)

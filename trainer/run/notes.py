@@ -253,11 +253,11 @@ def mixture_notes(config: Config, datasets: Datasets | None, state: TrainState, 
     if len(phases[0].names) == 1:
         return []
     order = SampleOrder((), phases, config.run.seed, config.data.shuffle, tuple(state.skipped_samples))
-    (_, now), *later = phase_steps(config.training, order, state)
+    now = [phase for start, phase in order.phase_starts() if start < max(1, state.cursor)][-1]
     notes = [Note("mixture", f"{now.weights_text} {'now' if state.step else 'from the first step on'}")]
-    for step, phase in later:
+    for step, phase in phase_steps(config.training, order, state):
         late = steps is not None and step > steps
-        when = f"from step {step} on, which has sample {phase.start}"
+        when = f"from sample {phase.start} on, in step {step}"
         unreached = f"; the run ends after step {steps}, so it has no sample with these weights" if late else ""
         notes.append(Note("mixture", f"{phase.weights_text} {when}{unreached}", warns=late))
     return notes

@@ -203,7 +203,9 @@ def _fingerprint(config: Config) -> dict[str, Any]:
     fingerprint["lora.rank"] = config.lora.rank
     fingerprint["preference.loss"] = None if absent["preference"] else config.preference.loss
     if config.lora.rank and config.lora.quantizes_scales:
-        fingerprint["scales of nf4_double"] = "fourth roots"  # those of older checkpoints were linear
+        fingerprint["form of [lora] base_dtype"] = (
+            config.lora.base_format
+        )  # null: the linear scales of an older version
     if config.trained_dtype == "bf16":
         # If this changed, the resumed run would lose the copy, or have none to load.
         fingerprint["fp32 copy of the parameters ([optimizer] offload)"] = config.optimizer.offload != "none"

@@ -205,7 +205,9 @@ def model_files(
     Raises:
         ConfigError: The initial model's files cannot be read.
     """
-    scale = {name: getattr(config.lora, name) for name in (*SCALE_SETTINGS, "base_dtype")} if base else {}
+    scale = (
+        {name: getattr(config.lora, name) for name in (*SCALE_SETTINGS, "base_dtype", "base_format")} if base else {}
+    )
     tokenizer = text.tokenizer
     initial, generation = run_on_rank_0(lambda: _initial_model(config, point))
     window = window_of_new_run(config, resolved.sizes, weights) if point is None else initial.context_window

@@ -78,16 +78,11 @@ def epochs_of(config: Config, datasets: Datasets, state: TrainState) -> tuple[fl
 
 
 def phase_steps(training: TrainingConfig, order: SampleOrder, state: TrainState) -> list[tuple[int, MixturePhase]]:
-    """Return each phase of the mixture with the step in which it starts. Of the phases that have started, only the last is
-    included, with the number of completed steps, because earlier steps may have had another batch size."""
-    phases = list(zip(order.phase_starts(), order.phases, strict=True))
-    started = [(state.step, phase) for start, phase in phases if start < max(1, state.cursor)][-1:]
-    steps = (
-        (state.step + training.steps_to_consume(start + 1 - state.cursor, state.step), phase)
-        for start, phase in phases
-        if start >= max(1, state.cursor)
-    )
-    return [*started, *steps]
+    """Return the phases of the mixture that have not started, each with its first step. state: progress of the run."""
+    later = [(start, phase) for start, phase in order.phase_starts() if start >= max(1, state.cursor)]
+    return [
+        (state.step + training.steps_to_consume(start + 1 - state.cursor, state.step), phase) for start, phase in later
+    ]
 
 
 def target_share(samples: Samples) -> float:
@@ -139,8 +134,7 @@ class TrainingData:
         """Return the phases of a mixture of several datasets that started in the last step, which had num_samples samples."""
         if len(self.datasets.sizes) == 1:
             return []
-        order = self.order(state)
-        starts = zip(order.phase_starts(), order.phases, strict=True)
+        starts = self.order(state).phase_starts()
         return [phase for start, phase in starts if state.cursor - num_samples <= start < state.cursor]
 
     def sample_range(self, state: TrainState, start: int, stop: int) -> tuple[int, int]:

@@ -132,7 +132,15 @@ def test_combined_samples_index_the_datasets_one_after_the_other():
 def test_a_phase_starts_at_the_first_cursor_position_with_its_samples(skipped):
     mixed = replace(order("0: web=1", "1000: code=1", "4500: math=1"), skipped_samples=skipped)
     positions = mixed.global_index(np.arange(6000))
-    assert mixed.phase_starts() == [int(np.searchsorted(positions, phase.start)) for phase in mixed.phases]
+    assert mixed.phase_starts() == [(int(np.searchsorted(positions, phase.start)), phase) for phase in mixed.phases]
+
+
+def test_a_phase_without_samples_does_not_start():
+    mixed = replace(order("0: web=1", "1000: code=1", "1050: math=1"), skipped_samples=((990, 1060),))
+    assert [(start, phase.weights) for start, phase in mixed.phase_starts()] == [
+        (0, {"web": 1.0}),
+        (990, {"math": 1.0}),
+    ]
 
 
 @pytest.mark.parametrize(

@@ -290,13 +290,15 @@ def test_the_axis_may_be_logarithmic(page, loss_plot):
     [("tokens", 120 * 64, "at 7,680 tokens"), ("hours", 120 * 2 / 3600, "at 0.067 hours of steps")],
 )
 def test_the_curves_may_be_drawn_over_tokens_or_hours(page, loss_plot, unit, last, said):
-    choose(page, unit=unit)
+    choose(page, axis=unit)
     shown = float(page.locator("#zoom input[name=to]").input_value())
     loss_plot.focus()
     page.keyboard.press("End")
     text = page.locator("#at-figure-0").inner_text()
     page.keyboard.press("Escape")
-    choose(page, unit="steps")
+    label = page.evaluate("Bokeh.documents[0].get_model_by_name('figure-0').below[0].axis_label")
+    choose(page, axis="steps")
+    assert label == said.partition(" ")[2].partition(" ")[2]
     assert shown == pytest.approx(last, rel=1e-5) and text == said
     expect_zoom(page, 1, STEPS)
 
@@ -312,7 +314,10 @@ def test_figures_are_filtered_by_words_of_their_titles(page):
 
 
 def test_the_table_of_runs_is_sorted_by_a_click(page):
-    rows, button = page.locator("table.sorted tbody tr th"), page.get_by_role("button", name="Training loss")
+    rows, button = (
+        page.locator("table.sorted tbody tr th"),
+        page.get_by_role("button", name="Training loss", exact=True),
+    )
     orders = []
     for _ in range(2):
         button.click()
@@ -321,6 +326,72 @@ def test_the_table_of_runs_is_sorted_by_a_click(page):
     page.get_by_role("button", name="optimizer.lr").click()
     assert rows.first.inner_text().strip() == "first"
     assert page.locator("table.sorted th[aria-sort]").get_attribute("aria-sort") == "ascending"
+
+
+# ---- other pages
+
+
+@pytest.fixture
+def other_page(page, tmp_path):
+    """Function that opens the page of runs in the same tab. Each run is a list of records."""
+    first = page.url
+
+    def open_page(*of_runs):
+        loaded = [read_run(write_run(tmp_path / f"run{i}", records), f"run{i}") for i, records in enumerate(of_runs)]
+        (tmp_path / "report.html").write_text(render(loaded, [None] * len(loaded)))
+        page.goto((tmp_path / "report.html").as_uri())
+        page.wait_for_selector("html[data-ready]")
+        return page
+
+    yield open_page
+    page.goto(first)
+    page.wait_for_selector("html[data-ready]")
+    assert page.problems == []
+
+
+def test_a_page_does_not_take_over_what_was_chosen_on_another(page, loss_plot, other_page):
+    choose(page, axis="tokens", filter="loss", log=True)
+    page.get_by_role("checkbox", name="second").uncheck()
+    other = other_page([train_record(step) for step in (1, 2)], [train_record(step) for step in (1, 2)])
+    assert other.locator("#controls [name=axis]").input_value() == "steps"
+    assert other.locator("#controls [name=filter]").input_value() == ""
+    assert other.locator("input[data-run]:checked").count() == 2
+
+
+def test_the_choices_on_a_page_are_kept_while_its_tab_is_open(page, loss_plot):
+    choose(page, axis="tokens", log=True)
+    page.reload()
+    page.wait_for_selector("html[data-ready]")
+    assert page.locator("#controls [name=axis]").input_value() == "tokens" and y_axis(page)[0] == "LogScale"
+    choose(page, axis="steps", log=False, filter="")
+    page.get_by_role("checkbox", name="second").check()
+
+
+def test_runs_without_records_or_with_one_are_shown(other_page):
+    assert other_page([]).locator("figure").count() == 0
+    assert other_page([train_record(7, 2.5)]).locator("figure .plot").count() == 2
+
+
+def test_a_run_without_tokens_is_not_drawn_over_tokens(other_page):
+    with_tokens = [train_record(step, 2.0, tokens_seen=100 * step) for step in (1, 2, 3)]
+    page = other_page(with_tokens, [train_record(step, 9.0) for step in (1, 2, 3)])
+    choose(page, axis="tokens")
+    page.locator("#plot-figure-0").focus()
+    page.keyboard.press("End")
+    assert page.locator("#legend-figure-0 output").all_inner_texts() == ["2", ""]
+    assert y_axis(page)[2] < 3
+    choose(page, axis="steps")
+
+
+def test_the_axis_of_the_phases_fits_what_is_visible(other_page):
+    slow = {f"{phase}_time_s": 100.0 for phase in ("data", "forward", "backward")}
+    page = other_page([train_record(step, **(slow if step == 1 else {})) for step in range(1, 61)])
+    name = page.locator("figure:has(.legend.stack) .plot").first.get_attribute("id").removeprefix("plot-")
+    page.get_by_label("to", exact=True).fill("60")
+    page.get_by_label("Steps from").fill("50")
+    page.get_by_role("button", name="Zoom").click()
+    page.evaluate(FRAMES)
+    assert 2 < y_axis(page, name)[2] < 3
 
 
 # ---- functions of curves.js
@@ -343,10 +414,32 @@ def test_groups_have_the_extremes_and_means_of_their_values(page):
 @pytest.mark.parametrize("window", [1, 2, 10, 101, 5000])
 def test_a_moving_mean_has_the_values_around_it(page, window):
     y = np.random.default_rng(1).normal(size=300)
-    found = page.evaluate("([y, window]) => [...curves.moving(y, window)]", [y.tolist(), window])
-    before = (window - 1) // 2
-    expected = [y[max(0, i - before) : i + window - before].mean() for i in range(len(y))]
+    found = page.evaluate("([y, width]) => [...curves.moving(y.map((_, i) => i + 1), y, width)]", [y.tolist(), window])
+    steps = np.arange(1, 301)
+    expected = [y[(steps > step - window / 2) & (steps <= step + window / 2)].mean() for step in steps]
     np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_a_moving_mean_counts_steps_and_forgets_a_huge_value(page):
+    steps = [*range(1, 101), *range(200, 1100, 100)]
+    y = [1.5] * len(steps)
+    y[10] = 1e18
+    found = page.evaluate("([steps, y]) => [...curves.moving(steps, y, 20)]", [steps, y])
+    assert found[25:] == [1.5] * len(steps[25:]) and found[8] > 1e16
+
+
+@pytest.mark.parametrize(
+    ("axis", "start", "end", "expected"),
+    [("steps", 0, 9, "0,0"), ("tokens", 0, 5e9, "0,0.0a"), ("tokens", 3e9, 3.02e9, "0,0.000a"), ("tokens", 0, 900, "0,0a"),
+     ("hours", 0, 100, "0,0"), ("hours", 0, 0.002, "0,0.0000")],
+)  # fmt: skip
+def test_the_numbers_of_an_axis_have_the_decimals_that_distinguish_them(page, axis, start, end, expected):
+    assert page.evaluate("([axis, start, end]) => curves.tickFormat(axis, start, end)", [axis, start, end]) == expected
+
+
+@pytest.mark.parametrize("values", [[3.5, 3, 2.5, 2], [4, 3.5, 3, 2.5, 2], [1.0], [1.0] * 20, []])
+def test_a_line_without_spikes_keeps_all_values(page, values):
+    assert page.evaluate("y => curves.withoutSpikes(y)", values) == values
 
 
 @pytest.mark.parametrize(
@@ -369,7 +462,7 @@ def test_the_range_of_an_axis(page, values, is_log, start, end):
 def test_single_spikes_are_left_out_and_a_steep_beginning_is_not(page):
     step = np.arange(1, 2001)
     y = 1.5 + 9 / np.sqrt(step) + np.random.default_rng(2).normal(size=2000) / 20
-    spikes = {400: 80.0, 1200: 35.0, 1999: -20.0}
+    spikes = {400: 80.0, 1200: 35.0, 1998: -20.0}
     for index, value in spikes.items():
         y[index] = value
     kept = page.evaluate("y => curves.withoutSpikes(y)", y.tolist())

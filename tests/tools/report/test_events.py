@@ -5,6 +5,7 @@ import math
 import pytest
 
 from trainer.tools.report.events import clock, event_rows, overview_of, samples_of
+from trainer.tools.report.plan import Plan
 from trainer.tools.report.records import Records
 from trainer.tools.report.run import Run
 
@@ -14,7 +15,7 @@ def texts(*events) -> list[str]:
 
 
 def cell(run: Run, column: str) -> str:
-    return next(" ".join(cell.lines) for cell in overview_of(run, None) if cell.column == column)
+    return next(" ".join(cell.lines) for cell in overview_of(run, None, []) if cell.column == column)
 
 
 def test_events_are_listed_latest_first_in_words():
@@ -72,6 +73,7 @@ def test_saves_do_not_push_rare_events_out_of_the_table():
     "event",
     [
         {"kind": "checkpoint", "blocked_s": None},
+        {"kind": "mixture", "sample": 1, "weights": ["a"]},
         {"kind": "eval", "dataset": "x", "loss": None},
         {"kind": "straggler", "rank": 3},
         {"kind": "of another version", "value": [1]},
@@ -104,3 +106,12 @@ def test_a_time_that_is_none_is_not_shown(time_s):
 def test_a_phase_of_a_mixture_is_an_event():
     event = {"kind": "mixture", "step": 4, "sample": 24000, "weights": {"web": 0.75, "code": 0.25}}
     assert texts(event) == ["web=0.75 code=0.25 from sample 24,000"]
+
+
+def test_values_that_were_not_measured_are_no_cells(tmp_path):
+    run = Run(tmp_path, "run", Records())
+    run.records.add({"kind": "train", "step": 1, "memory_peak_gib": None, "loss": None})
+    assert cell(run, "Peak memory") == "" and cell(run, "Training loss") == "not finite"
+    planned = overview_of(run, Plan(1.5, {}, "backward", is_gpu=True), ["eval/a/loss"])
+    assert {c.column: c.lines for c in planned}["Peak memory"] == ["1.5 GiB planned"]
+    assert {c.column: (list(c.lines), c.sort_key) for c in planned}["Best loss on a"] == ([], "")

@@ -20,6 +20,20 @@ from trainer.tools.report.run import Run, labels, read_run
 pytest.importorskip("bokeh")
 
 
+OTHERS = ["--training.steps", "7", "--training.global_batch_size", "8", "--training.local_batch_size", "1"]
+OTHERS += [
+    "--optimizer.weight_decay",
+    "0.5",
+    "--lr_schedule.warmup_steps",
+    "1",
+    "--run.seed",
+    "7",
+    "--training.seq_len",
+    "64",
+]
+OTHERS += ["--metrics.interval_steps", "2", "--checkpoint.keep", "3", "--evaluation.interval_steps", "5"]
+
+
 class Parsed(HTMLParser):
     """Texts and tags of a page. Scripts and styles are no texts."""
 
@@ -88,7 +102,7 @@ def texts(page: str) -> str:
 
 def test_texts_of_files_are_escaped_everywhere(page):
     parsed = Parsed(page)
-    assert page.count("<script") == len(parsed.scripts) == 5
+    assert page.count("<script") == len(parsed.scripts) == 9
     assert HOSTILE not in page and "&49" not in texts(page)  # nor is it a template
     assert texts(page).count("alert('x')") > 10  # the text itself is shown: name, dataset, metric, settings, samples
     assert not any(key.startswith("on") for _, attributes in parsed.tags for key in attributes)
@@ -159,6 +173,20 @@ def test_a_run_that_ended_with_a_problem_says_so_first(tmp_path):
     end = {"kind": "end", "step": 1, "ending": "done", "problem": "its gradients have vanished"}
     page = texts(page_of(write_run(tmp_path / "run", [train_record(1), end])))
     assert "it ended, but its gradients have vanished" in page.partition("Drag in a figure")[0]
+
+
+def test_few_settings_that_differ_are_columns_and_others_are_a_table(tmp_path):
+    few, many = (["--optimizer.lr", "0.5"], ["--optimizer.lr", "0.25", *OTHERS])
+    folders = [write_run(tmp_path / str(i), [train_record(1)], words) for i, words in enumerate((few, many))]
+    (tmp_path / "2").mkdir()
+    (tmp_path / "2" / "metrics.jsonl").touch()  # its settings are unknown, so they differ in nothing
+    heads = Parsed(page_of(*folders, tmp_path / "2")).texts
+    table = heads[heads.index("Run") : heads.index("Among the columns are the settings in which the runs differ.")]
+    assert table.index("Run") < table.index("optimizer.lr") < table.index("Tokens")
+    columns = table[table.index("Training loss") + 1 : table.index("Tokens")]
+    assert len(columns) == 8 and "Other settings in which the runs differ" in heads
+    named = [text for text in heads if text in {word[2:] for word in many if word.startswith("--")}]
+    assert len(set(named)) == 11  # each in the table of runs, or in the other one
 
 
 def test_passwords_of_urls_are_left_out(page):

@@ -95,7 +95,7 @@ def test_tokens_and_hours_of_a_run_begin_at_zero_and_leave_out_what_was_trained_
     records = Records()
     for step, first in ((2, 1), (4, 3), (6, 5), (4, 3), (6, 5)):
         records.add(train_record(step, first_step=first, tokens_seen=100 * step, step_time_s=1800.0))
-    assert {name: (list(c.steps), list(c.values)) for name, c in records.clocks.items()} == {
+    assert {name: (list(c.steps), list(c.values)) for name, c in records.axes.items()} == {
         "tokens": ([0, 2, 4, 6], [0.0, 200.0, 400.0, 600.0]),
         "hours": ([0, 2, 4, 6], [0.0, 1.0, 2.0, 3.0]),
     }

@@ -240,7 +240,6 @@ def _record(snapshot: Path) -> dict[str, Any]:
 def _note(snapshot: Path, facts: Mapping[str, Any]) -> None:
     """Record facts about a commit. Raises OSError or ValueError."""
     storage = snapshot.parent.parent
-    storage.mkdir(parents=True, exist_ok=True)
     with file_lock(storage / f"{_RECORD}.lock"):  # another process may record facts about another commit
         record = _record(snapshot)
         record[snapshot.name] = record.get(snapshot.name, {}) | facts

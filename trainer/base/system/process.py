@@ -76,8 +76,9 @@ def children() -> list[int]:
         with _PGREP:
             found = subprocess.run(["pgrep", "-P", str(os.getpid())], capture_output=True, text=True, check=False)
         return [int(pid) for pid in found.stdout.split()]
-    found = []
-    for task in Path("/proc/self/task").iterdir():
-        with suppress(OSError):  # a thread that has just ended, whose children another thread has now
-            found += map(int, (task / "children").read_text().split())
-    return found
+    found: set[int] = set()
+    for _ in range(2):  # the children of a thread that ends meanwhile are then those of another one
+        for task in Path("/proc/self/task").iterdir():
+            with suppress(OSError):
+                found |= {int(pid) for pid in (task / "children").read_text().split()}
+    return sorted(found)

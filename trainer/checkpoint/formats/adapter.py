@@ -37,6 +37,8 @@ class Adapter:
     text_model: str
     """See Weights.text_model, of the base model."""
     config: LoraConfig
+    base_format: str
+    """See LoraConfig.base_format, of the version that has trained the adapter."""
     scale: float
     trained: TrainedParameters
 
@@ -58,6 +60,7 @@ class Adapter:
             lora = dict(weights.model.lora)
             base, base_digest = Path(lora.pop("base")), str(lora.pop("base_digest"))
             text_model = str(lora.pop("text_model", TEXT_MODEL))  # older checkpoints do not name it
+            base_format = lora.pop("base_format", "nf4_double (linear scales)")  # as in older checkpoints
             config = LoraConfig(**lora)
             scale = float(config.scale)
             coerce(config.base_dtype, settings()["lora.base_dtype"].type)
@@ -69,6 +72,7 @@ class Adapter:
             base_digest=base_digest,
             text_model=text_model,
             config=config,
+            base_format=str(base_format) if config.quantizes_scales else config.base_dtype,
             scale=scale,
             trained=_trained_parameters(weights, config.rank),
         )
@@ -122,10 +126,14 @@ class MergedWeights(Weights):
             if not quantized:
                 reason = f"because {own.folder} was trained on a base model that is not quantized"
                 raise ConfigError("", f"--into quantized has no effect, {reason}")
+            if adapter.base_format != adapter.config.base_format:
+                reason = f"{own.folder} was trained on {adapter.base_format}, which this version does not compute"
+                raise ConfigError("", f"--into quantized: {reason}; merge it into the original model")
         elif adapter.config.base_dtype != "keep":
+            trained = "; scripts/convert_hf.py merge --into quantized gives the trained model"
             console.warning(
-                f"{own.folder} was trained on a base model in 4 bits ({adapter.config.base_dtype}), and is merged into the "
-                "original one here; scripts/convert_hf.py merge --into quantized gives the trained model"
+                f"{own.folder} was trained on a base model in 4 bits, {adapter.base_format}, and is merged into the original "
+                f"one here{trained if adapter.base_format == adapter.config.base_format else ''}"
             )
         merged = {*adapter.trained.adapted, *quantized}
         index = {

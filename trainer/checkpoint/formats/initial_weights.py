@@ -209,9 +209,9 @@ def _load_own_adapter(config: LoraConfig, folder: Path, own: Tensors, trained: T
     _require_settings(config, {name: getattr(adapter.config, name) for name in SCALE_SETTINGS}, folder)
     unknown = [f"{name} is not trained by this run" for name in adapter.weights.index if name not in trained]
     adapter.weights.load_into(own, problems=unknown)
-    if adapter.config.base_dtype == config.base_dtype:
+    if adapter.base_format == config.base_format:
         return ""
-    return f", which was trained with [lora] base_dtype = {adapter.config.base_dtype}, not {config.base_dtype}"
+    return f", which was trained with [lora] base_dtype = {adapter.base_format}, not {config.base_format}"
 
 
 def _require_settings(config: LoraConfig, saved: Mapping[str, Any], folder: Path) -> None:

@@ -49,8 +49,8 @@ class ModelMetadata:
     other_config: Mapping[str, Any] = field(default_factory=dict)
     """Fields of the initial model's config.json that an export keeps."""
     lora: Mapping[str, Any] = field(default_factory=dict)
-    """If the checkpoint contains an adapter: its settings rank, alpha, rslora and base_dtype, and path and hash of its base
-    model."""
+    """If the checkpoint contains an adapter: its settings rank, alpha, rslora and base_dtype, its base_format, and path and hash
+    of its base model."""
 
     def text(self) -> str:
         return json.dumps(asdict(self), indent=1)

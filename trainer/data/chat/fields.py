@@ -155,7 +155,9 @@ def require_json(value: Any, label: str) -> None:
     """Raise MalformedConversation if a value contains a number that JSON does not have, such as NaN, or a lone surrogate: a
     template would write text that is no JSON, or no text."""
     try:
-        text = json.dumps(value, allow_nan=False, ensure_ascii=False, default=str)
+        text = json.dumps(value, allow_nan=False, ensure_ascii=False)
+    except TypeError as error:  # a value of a Python program
+        raise MalformedConversation(f"{label} contains a value that JSON does not have: {error}") from None
     except ValueError:
         raise MalformedConversation(f"{label} contains NaN or an infinite number, which JSON does not have") from None
     if has_lone_surrogate(text):

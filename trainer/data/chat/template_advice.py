@@ -28,6 +28,7 @@ class Advice:
         self._tokenizer = tokenizer
         self._special = special
         self._names = names
+        self._system: str | None = None
 
     def refusal(self, failure: TemplateFailure) -> ConfigError:
         """Return the error of a template that cannot be used, with a way out."""
@@ -43,7 +44,12 @@ class Advice:
 
     def way_to_write_system(self, template: ChatTemplate) -> str:
         """Return advice that names a shipped template with the same turns, which writes system messages, or "" if this one does
-        too. template: the compiled one."""
+        too. template: the compiled one. The answer is kept: many documents may need it."""
+        if self._system is None:
+            self._system = self._template_with_system(template)
+        return self._system
+
+    def _template_with_system(self, template: ChatTemplate) -> str:
         if _writes_rule(template, self._names):
             return ""
         plain = template_data(PROBE, None, {})

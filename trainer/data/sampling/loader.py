@@ -48,13 +48,13 @@ class SampleOrder:
             index += (index >= start) * (stop - start)
         return index
 
-    def phase_starts(self) -> list[int]:
-        """Return the cursor position at which each phase starts."""
+    def phase_starts(self) -> list[tuple[int, MixturePhase]]:
+        """Return the cursor position at which each phase starts, without phases all of whose samples are skipped."""
         skipped = self.skipped_samples
-        return [
-            phase.start - sum(max(0, min(stop, phase.start) - start) for start, stop in skipped)
-            for phase in self.phases
-        ]
+        starts = (p.start - sum(max(0, min(stop, p.start) - start) for start, stop in skipped) for p in self.phases)
+        return list(
+            dict(zip(starts, self.phases, strict=True)).items()
+        )  # of phases at one position, the last has samples
 
     def __call__(self, cursor: np.ndarray) -> np.ndarray:
         """Return the int64 sample index at each cursor position, in the shape of `cursor`."""

@@ -13,7 +13,16 @@ import tomli
 from trainer.base.config import MetricsConfig, TrainingConfig
 from trainer.base.system.run_files import CONFIG_FILE, ENVIRONMENT_FILE
 
-_NOT_PLOTTED = ("step", "timestamp_s", "first_step", "global_batch_size", "cursor", "tokens_seen", "epochs_seen")
+_NOT_PLOTTED = (
+    "step",
+    "sample",
+    "timestamp_s",
+    "first_step",
+    "global_batch_size",
+    "cursor",
+    "tokens_seen",
+    "epochs_seen",
+)
 
 
 class Ending(StrEnum):
@@ -63,7 +72,9 @@ class LoggedRun:
 def scalars(record: dict[str, Any]) -> dict[str, float]:
     """Return the values of a record that are curves, by their names, such as train/loss and eval/held_out/loss."""
     group = "/".join(filter(None, (record["kind"], record.get("dataset"))))
-    return {f"{group}/{k}": v for k, v in record.items() if k not in _NOT_PLOTTED and isinstance(v, int | float)}
+    values = {k: v for k, v in record.items() if k not in _NOT_PLOTTED}
+    values |= {f"{k}/{name}": v for k, inner in values.items() if isinstance(inner, dict) for name, v in inner.items()}
+    return {f"{group}/{k}": v for k, v in values.items() if isinstance(v, int | float)}
 
 
 def texts(record: dict[str, Any]) -> dict[str, str]:

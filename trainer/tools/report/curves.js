@@ -45,34 +45,52 @@ const curves = {
     return found;
   },
 
-  // Mean of each value and its neighbours, `window` in all; fewer at the ends. Gaps do not count, and stay.
-  moving(y, window) {
-    const before = Math.floor((window - 1) / 2), after = window - 1 - before, means = new Float64Array(y.length);
-    const finite = (i) => (Number.isFinite(y[i]) ? 1 : 0);
-    let sum = 0, values = 0;
-    const add = (i, sign) => { if (finite(i)) { sum += sign * y[i]; values += sign; } };
-    for (let i = 0; i < Math.min(after, y.length); i++) add(i, 1);
+  // The records between two positions, and one more at each side.
+  between({ x, y }, start, end) {
+    const from = Math.max(0, curves.first(x, start) - 1), to = curves.first(x, end) + 1;
+    return { x: x.slice(from, to), y: y.slice(from, to) };
+  },
+
+  // Mean of the values of the steps around each value, `width` steps in all. Gaps do not count, and stay.
+  moving(steps, y, width) {
+    const means = new Float64Array(y.length);
+    let low = 0, high = 0, values = 0, sum = 0, lost = 0; // lost: what rounding has taken from the sum (Neumaier)
+    const add = (value, sign) => {
+      if (!Number.isFinite(value)) return;
+      const next = sum + sign * value;
+      lost += Math.abs(sum) >= Math.abs(value) ? sum - next + sign * value : sign * value - next + sum;
+      sum = next;
+      values += sign;
+    };
     for (let i = 0; i < y.length; i++) {
-      if (i + after < y.length) add(i + after, 1);
-      means[i] = finite(i) ? sum / values : NaN;
-      if (i - before >= 0) add(i - before, -1);
+      while (high < y.length && steps[high] <= steps[i] + width / 2) add(y[high++], 1);
+      while (steps[low] <= steps[i] - width / 2) add(y[low++], -1);
+      means[i] = Number.isFinite(y[i]) ? (sum + lost) / values : NaN;
     }
     return means;
   },
 
-  // The values without single spikes: those that are above, or below, the values before and after them by many times the usual
-  // distance. The steep beginning of a loss is no spike.
+  // The values without single spikes: those that are above, or below, the medians of up to four values before and after them by
+  // many times the usual distance. The ends of a line are no spikes, nor is the steep beginning of a loss.
   withoutSpikes(y) {
     const values = y.filter(Number.isFinite), reach = 4;
     const median = (part) => Float64Array.from(part).sort()[part.length >> 1];
     const distances = Float64Array.from(values, (value, i) => {
-      if (i === 0) return 0;
+      if (i === 0 || i === values.length - 1) return 0;
       const before = value - median(values.slice(Math.max(0, i - reach), i));
-      const after = i + 1 < values.length ? value - median(values.slice(i + 1, i + 1 + reach)) : before;
+      const after = value - median(values.slice(i + 1, i + 1 + reach));
       return before * after > 0 ? Math.min(Math.abs(before), Math.abs(after)) : 0;
     });
     const usual = distances.slice().sort()[Math.floor(0.9 * (distances.length - 1))];
     return values.filter((_, i) => distances[i] <= 8 * usual);
+  },
+
+  // Bokeh's format of the numbers of a horizontal axis, with as many decimals as their distance needs.
+  tickFormat(axis, start, end) {
+    if (axis === "steps") return "0,0";
+    const unit = axis === "tokens" ? 1000 ** Math.max(0, Math.floor(Math.log10(Math.max(end, 1)) / 3)) : 1;
+    const decimals = Math.min(6, Math.max(0, Math.ceil(Math.log10(unit / ((end - start) / 10)))));
+    return `0,0${decimals ? `.${"0".repeat(decimals)}` : ""}${axis === "tokens" ? "a" : ""}`;
   },
 
   // The ends of a vertical axis for values. Equal values are in the middle of a range that does not change their sign.

@@ -5,7 +5,6 @@ and sets their colours, which are those of page.css.
 """
 
 import base64
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +13,8 @@ import numpy as np
 
 from trainer.base.config.packages import require_package
 from trainer.tools.report.events import NAMES, OTHER
-from trainer.tools.report.figures import BANDS, CLOCKS, MARKERS, MEANS, NOISY, Figure, Figures
+from trainer.tools.report.figures import AXES, BANDS, MARKERS, MEANS, NOISY, Figure, Figures
+from trainer.tools.report.records import Curve
 from trainer.tools.report.run import Run
 from trainer.tools.report.thinning import thinned
 
@@ -25,7 +25,7 @@ _PALE = 0.3
 """Opacity of what lies below a line of means."""
 _EVENT_POINTS = 2000
 """Maximum number of events of a kind and a run in the timeline."""
-_CLOCK_POINTS = 1000
+_AXIS_POINTS = 1000
 """Maximum number of records of a run between which tokens and hours are interpolated."""
 _EDGE = 72
 """Width of the space to the left of every figure, in pixels, so that equal steps are below each other."""
@@ -35,33 +35,27 @@ _RIGHT_EDGE = 24
 
 @dataclass
 class Drawing:
-    script: str
-    """Bokeh's script, which works without a network."""
-    document: str = ""
-    """The models as JSON."""
+    document: dict[str, Any] = field(default_factory=dict)
+    """The models."""
     roots: dict[str, str] = field(default_factory=dict)
     """Name of a figure -> id of its model."""
     series: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     """Name of a figure -> its lines: the run, and indices of `arrays`."""
-    clocks: list[dict[str, int]] = field(default_factory=list)
-    """Of each run: steps, and its tokens and hours at them, as indices of `arrays`."""
-    arrays: list[str] = field(default_factory=list)
-    """64-bit floats in base64. Equal arrays are one: most metrics have values at the same steps."""
-    _known: dict[str, int] = field(default_factory=dict)
+    axes: list[dict[str, dict[str, int]]] = field(default_factory=list)
+    """Of each run: name of another axis than steps -> steps, and its values at them, as indices of `arrays`."""
+    arrays: dict[str, int] = field(default_factory=dict)
+    """64-bit floats in base64 -> index. Equal arrays are one: most metrics have values at the same steps."""
 
     def array(self, values: Any) -> int:
         """Return the index of an array."""
         text = base64.b64encode(np.asarray(values, dtype="<f8").tobytes()).decode()
-        if text not in self._known:
-            self._known[text] = len(self.arrays)
-            self.arrays.append(text)
-        return self._known[text]
+        return self.arrays.setdefault(text, len(self.arrays))
 
-    def facts(self) -> str:
-        """Return what page.js needs to know, as JSON without its last brace."""
+    def facts(self) -> dict[str, Any]:
+        """Return what page.js needs to know."""
         limits = {"noisy": NOISY, "means": MEANS, "bands": BANDS, "markers": MARKERS, "timeline": TIMELINE}
-        numbers = {"roots": self.roots, "series": self.series, "clocks": self.clocks, "arrays": self.arrays}
-        return f'{json.dumps(limits | numbers | {"units": CLOCKS})[:-1]}, "document": {self.document}'
+        numbers = {"series": self.series, "axes": self.axes, "arrays": list(self.arrays)}
+        return limits | numbers | {"axis_labels": AXES, "roots": self.roots, "document": self.document}
 
 
 def require_plotting() -> None:
@@ -69,15 +63,19 @@ def require_plotting() -> None:
     require_package("bokeh", "")
 
 
+def bokeh_script() -> str:
+    """Return Bokeh's script, which works without a network."""
+    resources = require_package("bokeh.resources", "").Resources(mode="inline", components=["bokeh"])
+    # "raw": without the tags around them. The other script would set the level of the log, with a line in the console.
+    return "\n".join(text for text in resources.js_raw if not text.startswith("Bokeh.set_log_level"))
+
+
 def draw(figures: Figures, runs: Sequence[Run]) -> Drawing:
     """Build the models of all figures. They have one range of steps, so zooming one zooms all."""
     models = require_package("bokeh.models", "")
     document = require_package("bokeh.document", "").Document()
-    resources = require_package("bokeh.resources", "").Resources(mode="inline", components=["bokeh"])
-    # "raw": without the tags around them. The other script would set the level of the log, with a line in the console.
-    script = "\n".join(text for text in resources.js_raw if not text.startswith("Bokeh.set_log_level"))
-    drawing = Drawing(script, clocks=[])
-    drawing.clocks = [_clock(drawing, run) for run in runs]
+    drawing = Drawing()
+    drawing.axes = [{name: _axis(drawing, curve) for name, curve in run.records.axes.items()} for run in runs]
     x_range = models.Range1d(0, 1, name="x")
     with document.models.freeze():  # otherwise each figure would visit the models of all others
         for figure in figures.all():
@@ -90,20 +88,19 @@ def draw(figures: Figures, runs: Sequence[Run]) -> Drawing:
         if plot := _timeline(runs, x_range, drawing):
             document.add_root(plot)
             drawing.roots[TIMELINE] = plot.id
-    drawing.document = json.dumps(document.to_json(deferred=False))
+    drawing.document = document.to_json(deferred=False)
     return drawing
 
 
-def _clock(drawing: Drawing, run: Run) -> dict[str, int]:
-    """Return the steps of a run's records, and its tokens and hours at them. A run without these values has none."""
-    curves = run.records.clocks
-    steps = np.asarray(max((curve.steps for curve in curves.values()), key=len))
-    chosen = np.unique(np.linspace(0, max(0, len(steps) - 1), min(_CLOCK_POINTS, len(steps))).astype(np.int64))
-    found = {"steps": drawing.array(steps[chosen])}
-    for name, curve in curves.items():
-        is_complete = len(curve.values) == len(steps)
-        found[name] = drawing.array(np.asarray(curve.values)[chosen] if is_complete else np.full(len(chosen), np.nan))
-    return found
+def _axis(drawing: Drawing, curve: Curve) -> dict[str, int]:
+    """Return some of the steps of a run, and tokens or hours at them. Between them, the page interpolates."""
+    chosen = np.unique(
+        np.linspace(0, max(0, len(curve.steps) - 1), min(_AXIS_POINTS, len(curve.steps))).astype(np.int64)
+    )
+    return {
+        name: drawing.array(np.asarray(values)[chosen])
+        for name, values in (("steps", curve.steps), ("values", curve.values))
+    }
 
 
 def _plot(name: str, x_range: Any, **options: Any) -> Any:

@@ -11,7 +11,7 @@ from trainer.base.system.units import duration
 from trainer.tools.report.figures import in_words, number
 from trainer.tools.report.plan import Plan
 from trainer.tools.report.records import Curve
-from trainer.tools.report.run import Run, differing
+from trainer.tools.report.run import Run
 
 NAMES = {
     "checkpoint": "save",
@@ -65,7 +65,7 @@ def text_of(event: dict[str, Any]) -> str:
     """Return what an event says, in words."""
     try:
         return _text_of(event)
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, AttributeError):
         return _other(event)
 
 
@@ -145,20 +145,26 @@ class Cell:
         return "" if self.key is None or self.key != self.key else str(self.key)
 
 
-def overview_of(run: Run, plan: Plan | str | None) -> list[Cell]:
-    """Return the row of a run in the table of runs, without its name. plan: see figures_of."""
+def evaluated(runs: Sequence[Run]) -> list[str]:
+    """Return the names of the curves with losses of evaluations."""
+    names = dict.fromkeys(name for run in runs for name in run.records.curves)
+    return [name for name in names if name.startswith("eval/") and name.endswith("/loss")]
+
+
+def overview_of(run: Run, plan: Plan | str | None, losses: Sequence[str]) -> list[Cell]:
+    """Return the row of a run in the table of runs, without its name.
+
+    Args:
+        run: The run.
+        plan: See figures_of.
+        losses: Result of `evaluated` for all runs of the page.
+    """
     records, last, settings = run.records, run.records.last, run.settings
     steps, seen, tokens = run.num_steps, last.get("epochs_seen"), last.get("tokens_seen")
     step = last.get("step", 0)
     progress = f"{step:,} of {int(steps):,}" if steps.isdecimal() else f"{step:,}"
     if isinstance(seen, float):
         progress += f" ({seen:,.2f} epochs)"
-    best: dict[str, tuple[float, int]] = {}
-    for name, curve in records.curves.items():
-        if name.startswith("eval/") and name.endswith("/loss"):
-            values = [(v, s) for v, s in zip(curve.values, curve.steps, strict=True) if math.isfinite(v)]
-            if values:
-                best[name.removeprefix("eval/").removesuffix("/loss")] = min(values)
     pretrained, folder, name, size = (
         settings.get(f"model.{key}", "").strip('"') for key in ("pretrained", "huggingface", "name", "size")
     )
@@ -168,25 +174,22 @@ def overview_of(run: Run, plan: Plan | str | None) -> list[Cell]:
         records.curves.get(f"train/{key}", Curve()).values for key in ("loss", "tokens_per_second", "memory_peak_gib")
     )
     peak = max(filter(math.isfinite, memory), default=math.nan)
-    planned = f" (planned {plan.peak_gib:.3g} GiB)" if isinstance(plan, Plan) else ""
+    memories = [f"{peak:.3g} GiB"] if math.isfinite(peak) else []
+    memories += [f"{plan.peak_gib:.3g} GiB planned"] if isinstance(plan, Plan) else []
     seconds = records.last_time_s - records.first_time_s
     is_time = math.isfinite(seconds) and 0 <= seconds < 1e12
     return [
         Cell("Model", [model], model),
         Cell("Step", [progress], step),
         Cell("Training loss", [number(loss[-1])] if loss else [], loss[-1] if loss else None),
-        Cell(
-            "Best evaluation",
-            [f"{name}: {value:.6g} at step {step:,}" for name, (value, step) in best.items()],
-            next((value for value, _ in best.values()), None),
-        ),
+        *(_best(name, records.curves.get(name, Curve())) for name in losses),
         Cell("Tokens", [f"{tokens:,}"] if type(tokens) is int else [], tokens if type(tokens) is int else None),
         Cell(
             "Tokens/s",
             [f"{speed[-1]:,.0f}" if math.isfinite(speed[-1]) else number(speed[-1])] if speed else [],
             speed[-1] if speed else None,
         ),
-        Cell("Peak memory", [f"{peak:.3g} GiB{planned}"] if memory else [], peak),
+        Cell("Peak memory", memories, peak),
         Cell(
             "First record, time to the last",
             [f"{clock(records.first_time_s)[:16]}, {duration(seconds)}"] if is_time else [],
@@ -195,7 +198,19 @@ def overview_of(run: Run, plan: Plan | str | None) -> list[Cell]:
     ]
 
 
-def setting_cells(runs: Sequence[Run]) -> list[list[Cell]]:
-    """Return the cells of each run for the settings in which the runs differ."""
-    rows = differing(runs)
-    return [[Cell(key, [values[i]], values[i].strip('"') or None) for key, values in rows] for i in range(len(runs))]
+def _best(name: str, curve: Curve) -> Cell:
+    """Return the smallest loss of an evaluation. name: of its curve."""
+    pairs = zip(curve.values, curve.steps, strict=True)
+    value, step = min(((v, s) for v, s in pairs if math.isfinite(v)), default=(math.nan, 0))
+    text = [f"{value:.6g} at step {step:,}"] if step else []
+    return Cell(f"Best loss on {name.removeprefix('eval/').removesuffix('/loss')}", text, value)
+
+
+def setting_cells(rows: Sequence[tuple[str, Sequence[str]]], index: int) -> list[Cell]:
+    """Return the cells of a run for the settings in which the runs differ.
+
+    Args:
+        rows: Result of `differing`, or a part of it.
+        index: Index of the run.
+    """
+    return [Cell(key, [values[index]], values[index].strip('"') or None) for key, values in rows]

@@ -81,12 +81,8 @@ BANDS = 400
 """Number of the groups whose smallest and largest values are drawn as a band."""
 MARKERS = 60
 """Maximum number of visible records that have markers: without them, a single point would not be seen."""
-CLOCKS = {
-    "steps": {"clock": "steps", "label": "steps", "format": "0,0", "least": 1},
-    "tokens": {"clock": "tokens", "label": "tokens", "format": "0.[00]a", "least": 1},
-    "hours": {"clock": "hours", "label": "hours of steps", "format": "0,0.[000]", "least": 0},
-}
-"""What the horizontal axis can show -> its name, how its numbers are written, and the least distance of two ticks."""
+AXES = {"steps": "steps", "tokens": "tokens", "hours": "hours of steps"}
+"""What the horizontal axis can show -> its label."""
 _TABLE_ROWS = 20
 
 
@@ -141,11 +137,6 @@ class Figure:
     group: str = ""
     run: int = 0
     """Index of the run whose phases a stack has."""
-
-    @property
-    def is_noisy(self) -> bool:
-        """Whether the page draws means of a line."""
-        return not self.is_stack and any(len(line.curve.values) > NOISY for line in self.lines)
 
     @property
     def is_thinned(self) -> bool:

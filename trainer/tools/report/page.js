@@ -1,338 +1,190 @@
 "use strict";
-// Behaviour of the page: colours of the scheme, what is drawn at a zoom, a cursor with the values of all figures, runs and figures
-// that are shown or hidden, tables that can be sorted, figures that can be saved.
-(async () => {
-  const element = (id) => document.getElementById(id);
-  const data = JSON.parse(element("figures").textContent);
-  const roots = Object.fromEntries(Object.entries(data.roots).map(([name, id]) => [id, `plot-${name}`]));
-  const item = { docid: "page", roots, root_ids: Object.keys(roots) };
-  const [manager] = data.document.roots.length ? await Bokeh.embed.embed_items({ page: data.document }, [item]) : [];
-  const views = manager ? [...manager].filter(({ model }) => model.name in data.roots) : []; // one more shows notifications
-  const bokeh = Bokeh.documents.at(-1);
-  const visible = bokeh?.get_model_by_name("x");
-
-  const marks = (model) => model.center.filter(({ type }) => type === "Span");
-  const arrays = data.arrays.map(curves.decoded);
-  const clocks = data.clocks.map((clock) => Object.fromEntries(Object.entries(clock).map(([name, index]) => [name, arrays[index]])));
-  // Glyphs have the tags colour, run and role.
-  const figures = views.map((view) => {
-    const { model } = view, { name } = model, box = element(`plot-${name}`);
-    const outputs = [...document.querySelectorAll(`#legend-${name} output`)];
-    const series = (data.series[name] ?? []).map(({ run, ...numbers }, i) => {
-      const [steps, y, mean_steps, means] = ["steps", "y", "mean_steps", "means"].map((key) => arrays[numbers[key]]);
-      const roles = Object.fromEntries(model.renderers.filter(({ glyph }) => glyph.tags[1] === `of-${i}`).map((renderer) => [renderer.glyph.tags[2], renderer]));
-      return { run, steps, x: steps, y, mean_steps, means, roles, output: outputs[i], last: outputs[i]?.textContent, isShown: true };
-    });
-    const line = box.appendChild(document.createElement("div"));
-    line.className = "cursor";
-    const isStack = series.some(({ roles }) => roles.part);
-    return { name, view, model, box, line, series, isStack, isTimeline: name === data.timeline, at: element(`at-${name}`) };
-  });
-
-  // ---- colours
-  const scheme = matchMedia("(prefers-color-scheme: dark)");
-  function paint() {
-    const style = getComputedStyle(document.documentElement), color = (name) => style.getPropertyValue(`--${name}`).trim();
-    for (const { model } of figures) {
-      for (const axis of [...model.below, ...model.left]) {
-        axis.setv({ axis_label_text_color: color("text"), major_label_text_color: color("text"), axis_line_color: color("muted"),
-          major_tick_line_color: color("muted"), minor_tick_line_color: null });
-      }
-      for (const grid of model.center) if (grid.type === "Grid") grid.setv({ grid_line_color: color("line"), grid_line_alpha: 0.5 });
-      for (const mark of marks(model)) mark.setv({ line_color: color(mark.tags[0]) });
-      for (const { glyph } of model.renderers) {
-        const own = color(glyph.tags[0]);
-        if (glyph.type !== "VArea") glyph.setv({ line_color: own });
-        if (glyph.type !== "Line") glyph.setv({ fill_color: own });
-      }
-    }
-  }
-  scheme.addEventListener("change", paint);
-  paint();
-
-  // ---- what is drawn
-  const controls = element("controls");
-  const stored = { get: (key) => { try { return JSON.parse(sessionStorage.getItem(key)); } catch { return null; } },
-    set: (key, value) => { try { sessionStorage.setItem(key, JSON.stringify(value)); } catch { /* storage may be forbidden */ } } };
-  for (const control of controls.elements) {
-    const kept = stored.get(control.name);
-    if (!control.name || kept === null) continue;
-    if (control.type === "checkbox") control.checked = kept; else control.value = kept;
-  }
-  const unit = () => data.units[controls.elements.unit.value];
-  // The position of a step in the chosen unit. Between two records it is interpolated.
-  const positions = (run, steps) => (unit().clock === "steps" ? steps : steps.map((step) => curves.interpolated(clocks[run].steps, clocks[run][unit().clock], step)));
-  const NOTHING = { x: [], y: [] };
-
-  // Fill the glyphs of a line with what is visible. Many records are groups with a band of their values, and a line of means.
-  function drawLine({ x, y, steps, means, mean_x, mean_steps, roles }, [start, end], smoothing) {
-    const from = Math.max(0, curves.first(x, start) - 1), to = Math.min(x.length, curves.first(x, end) + 1);
-    const seen = { x: x.slice(from, to), y: y.slice(from, to) };
-    const isDense = smoothing !== "none" && (seen.x.length > data.noisy || means !== undefined);
-    let line = seen, isSmoothed = isDense;
-    if (smoothing === "none" || (smoothing === "auto" && !isDense)) isSmoothed = false;
-    else {
-      const of = means ? { x: mean_x, y: means, steps: mean_steps } : { x, y, steps };
-      const first = Math.max(0, curves.first(of.x, start) - 1), last = Math.min(of.x.length, curves.first(of.x, end) + 1);
-      const at = of.x.slice(first, last);
-      if (smoothing === "auto") {
-        const groups = curves.grouped(at, of.y.slice(first, last), data.means);
-        line = { x: groups.x, y: groups.mean };
-      } else {
-        const window = Math.round(Number(smoothing) * of.y.length / (of.steps.at(-1) - of.steps[0] + 1));
-        line = { x: at, y: curves.moving(of.y, Math.max(1, window)).slice(first, last) };
-        isSmoothed = true;
-      }
-    }
-    const band = curves.grouped(seen.x, seen.y, isDense ? Math.min(data.bands, means ? seen.x.length / 4 : Infinity) : 0);
-    roles.band.data_source.data = { x: band.x, y1: band.low, y2: band.high };
-    roles.pale.data_source.data = isSmoothed && !isDense ? seen : NOTHING;
-    roles.line.data_source.data = line;
-    roles.points.data_source.data = seen.x.length <= data.markers ? seen : NOTHING;
-    if (roles.planned) roles.planned.data_source.data = { x: [start, end], y: roles.planned.data_source.data.y };
-    const inside = y.filter((_, i) => x[i] >= start && x[i] <= end);
-    return [...(inside.length ? inside : seen.y), ...(roles.planned ? roles.planned.data_source.data.y : [])];
-  }
-  function drawStack(series) {
-    let low = series[0].y.map(() => 0);
-    for (const { x, y, roles } of series) {
-      const high = low.map((value, i) => value + (Number.isFinite(y[i]) ? y[i] : 0));
-      roles.part.data_source.data = { x, y1: low, y2: high };
-      low = high;
-    }
-    return [0, ...low];
-  }
-  function setScale(model, isLog) {
-    const kind = isLog ? "Log" : "Linear", axis = model.left[0];
-    if (model.y_scale.type === `${kind}Scale`) return;
-    const models = (name) => new (Bokeh.Models.get(name))();
-    const ticker = models(isLog ? "LogTicker" : "BasicTicker");
-    model.y_scale = models(`${kind}Scale`);
-    axis.setv({ ticker, formatter: models(isLog ? "LogTickFormatter" : "BasicTickFormatter") });
-    for (const grid of model.center) if (grid.type === "Grid" && grid.dimension === 1) grid.ticker = ticker;
-  }
-  function draw(figure) {
-    const { model, series, isStack, isTimeline } = figure;
-    const smoothing = controls.elements.smoothing.value;
-    const shown = series.filter(({ isShown }) => isShown);
-    if (isTimeline) {
-      for (const { x, y, roles } of series) roles.points.data_source.data = { x, y: [...y].map((offset) => [roles.points.glyph.tags[3], offset]) };
-      return;
-    }
-    const values = isStack ? [drawStack(series)] : shown.map((one) => drawLine(one, [visible.start, visible.end], smoothing));
-    let all = (controls.elements.spikes.checked && !isStack ? values.map(curves.withoutSpikes) : values).flat().filter(Number.isFinite);
-    const isLog = controls.elements.log.checked && !isStack && all.length > 0 && all.every((value) => value > 0);
-    setScale(model, isLog);
-    const { start, end } = curves.range(all, isLog);
-    model.y_range.setv({ start: isStack ? 0 : start, end });
-  }
-  let whole = null;
-  function setUnit() {
-    let low = Infinity, high = -Infinity;
-    for (const { series, model } of figures) {
-      for (const one of series) {
-        one.x = positions(one.run, one.steps);
-        if (one.means) one.mean_x = positions(one.run, one.mean_steps);
-        for (const x of [one.x.find(Number.isFinite), one.x.findLast(Number.isFinite)]) if (x !== undefined) { low = Math.min(low, x); high = Math.max(high, x); }
-      }
-      for (const mark of marks(model)) mark.location = positions(Number(mark.tags[1].slice(3)), [mark.tags[2]])[0];
-      const { format, least } = unit();
-      model.below[0].formatter.format = format;
-      model.below[0].ticker.min_interval = least;
-    }
-    if (low > high) { low = 0; high = 1; }
-    const pad = Math.max(0.01 * (high - low), unit().least / 2) || 0.5;
-    whole = { start: low - pad, end: high + pad, low, high };
-    visible.min_interval = unit().least;
-    for (const word of document.querySelectorAll("[data-unit]")) word.textContent = unit().label;
+// Behaviour of the page: the figures, their controls, cursor and zoom.
+class Page {
+  constructor(data, arrays, plots, visible) {
+    this.data = data;
+    this.plots = plots;
+    this.visible = visible; // the range of the horizontal axis, which all figures have
+    this.arrays = arrays;
+    this.controls = document.getElementById("controls");
+    this.zoom = document.getElementById("zoom");
+    this.cursor = null;
+    this.whole = null;
+    this.frame = 0;
   }
 
-  // ---- cursor
-  // A value of a record as it is; the mean of a group of records with six digits.
-  const written = (value, isMean) => (Number.isFinite(value) ? String(isMean ? Number(value.toPrecision(6)) : value) : "not finite");
-  const amount = (value) => value.toLocaleString("en", { maximumFractionDigits: unit().clock === "hours" ? 3 : 0 });
-  let cursor = null;
-  function show(position) {
-    cursor = position;
-    for (const { view, line, series, at, isStack } of figures) {
-      const { bbox } = view.frame, px = view.frame.x_scale.compute(position);
-      const inside = position !== null && px >= bbox.left && px <= bbox.right;
-      line.style.display = inside ? "block" : "none";
-      if (inside) line.style.transform = `translateX(${Math.round(px)}px)`;
-      for (const { output, last, x, y, steps } of series) {
-        if (!output) continue;
-        if (position === null || !x.length) { output.textContent = last; continue; }
-        const i = curves.nearest(x, position), text = written(y[i], isStack);
-        output.textContent = x[i] === position ? text : `${text} at step ${steps[i].toLocaleString("en")}`;
-      }
-      if (at) at.textContent = position === null ? "last value" : unit().clock === "steps" ? `at step ${amount(position)}` : `at ${amount(position)} ${unit().label}`;
-    }
+  get axis() { return this.controls.elements.axis.value; }
+  get isSteps() { return this.axis === "steps"; }
+
+  paint() {
+    const style = getComputedStyle(document.documentElement);
+    for (const plot of this.plots) plot.paint((name) => style.getPropertyValue(`--${name}`).trim());
   }
-  // The record of a figure that is nearest to a position, so that a value of metrics.jsonl is shown.
-  function recordAt({ series }, position) {
-    const candidates = series.filter(({ x, isShown }) => x.length && isShown).map(({ x }) => x[curves.nearest(x, position)]).filter(Number.isFinite);
-    if (!candidates.length) return Math.round(position);
-    return candidates.reduce((best, x) => (Math.abs(x - position) < Math.abs(best - position) ? x : best));
+
+  // The positions of a run's steps on the horizontal axis.
+  place(run, steps) {
+    if (this.isSteps) return steps;
+    const { steps: known, values } = this.data.axes[run][this.axis];
+    return steps.map((step) => curves.interpolated(this.arrays[known], this.arrays[values], step));
   }
-  let pending = 0;
-  for (const figure of figures) {
-    const { box, view, series } = figure;
+
+  setAxis() {
+    for (const plot of this.plots) plot.setAxis(this.axis, (run, steps) => this.place(run, steps));
+    const ends = this.plots.flatMap(({ extent }) => extent);
+    const [low, high] = ends.length ? [Math.min(...ends), Math.max(...ends)] : [0, 1];
+    const pad = Math.max(0.01 * (high - low), this.isSteps ? 0.5 : 0) || 0.5;
+    this.whole = { start: low - pad, end: high + pad, low, high };
+    this.visible.min_interval = this.isSteps ? 1 : null;
+    for (const { model } of this.plots) model.below[0].ticker.min_interval = this.isSteps ? 1 : 0;
+    document.getElementById("axis-label").textContent = this.data.axis_labels[this.axis];
+  }
+
+  reset() { if (this.whole) this.visible.setv({ start: this.whole.start, end: this.whole.end }); }
+
+  draw() {
+    const { smoothing, log, spikes } = this.controls.elements;
+    const options = { smoothing: smoothing.value, log: log.checked, spikes: spikes.checked };
+    for (const plot of this.plots) plot.draw(this.visible, options);
+    if (this.cursor !== null) this.show(this.cursor);
+  }
+
+  redraw() {
+    cancelAnimationFrame(this.frame);
+    this.frame = requestAnimationFrame(() => this.draw());
+  }
+
+  // The zoom has changed.
+  zoomed() {
+    const { start, end } = this.visible, { low, high } = this.whole, { from, to } = this.zoom.elements;
+    const digits = (value) => Number(value.toPrecision(6));
+    from.value = this.isSteps ? Math.max(low, Math.ceil(start)) : digits(Math.max(low, start));
+    to.value = this.isSteps ? Math.min(high, Math.floor(end)) : digits(Math.min(high, end));
+    stored.set("zoom", start !== this.whole.start || end !== this.whole.end ? [start, end] : null);
+    const format = curves.tickFormat(this.axis, start, end);
+    for (const { model } of this.plots) model.below[0].formatter.format = format;
+    this.redraw();
+  }
+
+  show(position) {
+    this.cursor = position;
+    const label = position === null ? "last value" : this.isSteps ? `at step ${position.toLocaleString("en")}`
+      : `at ${position.toLocaleString("en", { maximumFractionDigits: this.axis === "hours" ? 3 : 0 })} ${this.data.axis_labels[this.axis]}`;
+    for (const plot of this.plots) plot.show(position, label);
+  }
+
+  // Move the cursor with a key, or say what it shows.
+  press(plot, event) {
+    if (event.key === "Escape") { this.reset(); this.show(null); return; }
+    const xs = plot.shown.find(({ x }) => x.length)?.x;
+    if (!xs) return;
+    const isMoving = this.cursor !== null, i = isMoving ? curves.nearest(xs, this.cursor) : xs.length - 1;
+    const stride = isMoving * (event.shiftKey ? Math.max(1, Math.round(xs.length / 20)) : 1);
+    const target = { ArrowLeft: i - stride, ArrowRight: i + stride, Home: 0, End: xs.length - 1 }[event.key];
+    if (target === undefined) return;
+    event.preventDefault();
+    this.show(xs[Math.min(xs.length - 1, Math.max(0, target))]);
+    const said = plot.shown.filter(({ output }) => output?.textContent).map(({ output }) => `${output.dataset.label} ${output.textContent}`);
+    document.getElementById("spoken").textContent = `${plot.at?.textContent.slice(3)}: ${said.join(", ")}`;
+  }
+
+  followPointer(plot) {
+    const { box, view } = plot;
+    let pending = 0;
+    const later = (work) => { cancelAnimationFrame(pending); pending = requestAnimationFrame(work); };
     box.addEventListener("pointermove", (event) => {
       const px = event.clientX - box.getBoundingClientRect().left;
-      cancelAnimationFrame(pending);
-      pending = requestAnimationFrame(() => show(recordAt(figure, view.frame.x_scale.invert(px))));
+      later(() => this.show(plot.recordAt(view.frame.x_scale.invert(px))));
     });
-    box.addEventListener("pointerleave", () => { cancelAnimationFrame(pending); show(null); });
-    box.addEventListener("dblclick", reset);
-    box.addEventListener("keydown", (event) => {
-      const xs = series.find(({ x, isShown }) => x.length && isShown)?.x;
-      if (event.key === "Escape") { reset(); show(null); return; }
-      if (!xs) return;
-      const i = cursor === null ? xs.length - 1 : curves.nearest(xs, cursor);
-      const stride = event.shiftKey ? Math.max(1, Math.round(xs.length / 20)) : 1;
-      const target = { ArrowLeft: i - (cursor !== null) * stride, ArrowRight: i + (cursor !== null) * stride, Home: 0, End: xs.length - 1 }[event.key];
-      if (target === undefined) return;
-      event.preventDefault();
-      show(xs[Math.min(xs.length - 1, Math.max(0, target))]);
-      const spoken = series.filter(({ output, isShown }) => output && isShown).map(({ output }) => `${output.dataset.label} ${output.textContent}`).join(", ");
-      element("spoken").textContent = `${figure.at?.textContent.slice(3)}: ${spoken}`;
-    });
+    box.addEventListener("pointerleave", () => later(() => this.show(null)));
+    box.addEventListener("dblclick", () => this.reset());
+    box.addEventListener("keydown", (event) => this.press(plot, event));
   }
 
-  // ---- zoom
-  const form = element("zoom");
-  function reset() { visible?.setv({ start: whole.start, end: whole.end }); }
-  let drawing = 0;
-  function redraw() {
-    cancelAnimationFrame(drawing);
-    drawing = requestAnimationFrame(() => { figures.forEach(draw); if (cursor !== null) show(cursor); });
-  }
-  function showZoom() {
-    const isWhole = unit().least === 1, digits = (value) => (isWhole ? value : Number(value.toPrecision(6)));
-    form.elements.from.value = digits(Math.max(whole.low, isWhole ? Math.ceil(visible.start) : visible.start));
-    form.elements.to.value = digits(Math.min(whole.high, isWhole ? Math.floor(visible.end) : visible.end));
-    const zoomed = visible.start !== whole.start || visible.end !== whole.end;
-    stored.set("zoom", zoomed ? [visible.start, visible.end] : null);
-    redraw();
-  }
-  if (visible) {
-    setUnit();
-    const zoom = stored.get("zoom");
-    if (Array.isArray(zoom) && zoom[0] < zoom[1]) visible.setv({ start: zoom[0], end: zoom[1] }); else reset();
-    visible.properties.start.change.connect(showZoom);
-    visible.properties.end.change.connect(showZoom);
-    form.addEventListener("submit", (event) => {
-      event.preventDefault();
-      const from = Number(form.elements.from.value), to = Number(form.elements.to.value);
-      if (from < to) visible.setv({ start: from, end: to });
-    });
-    form.addEventListener("reset", (event) => { event.preventDefault(); reset(); });
-    showZoom();
-    figures.forEach(draw);
-  }
-  // On a touch screen a finger scrolls the page; the form zooms.
-  if (matchMedia("(pointer: coarse)").matches) for (const { model } of figures) model.toolbar.active_drag = null;
-
-  // ---- figures that are shown
-  function filter() {
-    const words = controls.elements.filter.value.toLowerCase().split(/\s+/).filter(Boolean);
-    for (const part of document.querySelectorAll("section:has(figure)")) {
-      const all = [...part.querySelectorAll("figure")];
-      for (const one of all) one.hidden = !words.every((word) => one.querySelector("h3").textContent.toLowerCase().includes(word));
-      part.hidden = words.length > 0 && all.every(({ hidden }) => hidden);
-    }
-  }
-  controls.addEventListener("submit", (event) => event.preventDefault());
-  controls.addEventListener("input", ({ target }) => {
-    stored.set(target.name, target.type === "checkbox" ? target.checked : target.value);
-    if (target.name === "filter") filter();
-    else if (visible) { if (target.name === "unit") { show(null); setUnit(); reset(); showZoom(); } redraw(); }
-  });
-  filter();
-
-  // ---- runs
-  const hidden = new Set(stored.get("hidden") ?? []);
-  for (const box of document.querySelectorAll("input[data-run]")) {
-    const apply = () => {
-      const run = Number(box.dataset.run);
-      for (const { model, series } of figures) {
-        for (const one of series) {
-          if (one.run !== run || one.roles.part) continue;
-          one.isShown = box.checked;
-          for (const renderer of Object.values(one.roles)) renderer.visible = box.checked;
-          if (one.output) one.output.closest("li").hidden = !box.checked;
-        }
-        for (const mark of marks(model)) if (mark.tags[1] === `of-${run}`) mark.visible = box.checked;
-      }
-    };
-    box.checked = !hidden.has(box.dataset.run);
-    if (!box.checked) apply();
-    box.addEventListener("change", () => {
-      hidden[box.checked ? "delete" : "add"](box.dataset.run);
-      stored.set("hidden", [...hidden]);
-      apply();
-      redraw();
-    });
-  }
-
-  // ---- the table of runs
-  const compare = new Intl.Collator("en", { numeric: true }).compare;
-  for (const table of document.querySelectorAll("table.sorted")) {
-    const heads = [...table.tHead.rows[0].cells], body = table.tBodies[0];
-    function sort(column, direction) {
-      const key = (row) => row.cells[column].dataset.key ?? "", isNumber = [...body.rows].every((row) => !key(row) || Number.isFinite(Number(key(row))));
-      const order = (a, b) => (isNumber ? Number(a) - Number(b) : compare(a, b));
-      // A run without a value is last in both directions.
-      body.append(...[...body.rows].sort((a, b) => !key(a) - !key(b) || direction * order(key(a), key(b))));
-      heads.forEach((head, i) => { if (i === column) head.ariaSort = direction > 0 ? "ascending" : "descending"; else head.removeAttribute("aria-sort"); });
-      stored.set("sort", [column, direction]);
-    }
-    heads.forEach((head, column) => head.querySelector("button")?.addEventListener("click", () => sort(column, head.ariaSort === "ascending" ? -1 : 1)));
-    const kept = stored.get("sort");
-    if (Array.isArray(kept) && heads[kept[0]]) sort(...kept);
-  }
-
-  // ---- figures as pictures
-  for (const figure of figures) {
-    const title = element(`title-${figure.name}`).textContent;
-    for (const button of figure.box.closest("figure").querySelectorAll("button[data-save]")) {
+  saveOnClick(plot) {
+    const title = document.getElementById(`title-${plot.name}`).textContent;
+    for (const button of plot.box.closest("figure").querySelectorAll("button[data-save]")) {
       button.addEventListener("click", async () => {
-        const kind = button.dataset.save, link = document.createElement("a");
-        const picture = pictures.forFile(figure);
+        const kind = button.dataset.save, link = document.createElement("a"), picture = pictures.forFile(plot);
         link.href = kind === "svg" ? pictures.address(picture) : await pictures.png(picture);
         link.download = `${title.replace(/[^\p{L}\p{N}]+/gu, "_").replace(/^_+|_+$/g, "")}.${kind}`;
         link.click();
       });
     }
   }
-  // A figure has the width of the window; on paper it is a picture, which fits.
-  addEventListener("beforeprint", () => {
-    for (const figure of figures.filter(({ box }) => box.offsetWidth)) {
-      figure.box.querySelector("svg.paper")?.remove();
-      figure.box.append(pictures.inline(pictures.forPaper(figure)));
-    }
-  });
 
-  // ---- a page that is served loads itself again when its runs have new records
-  if (data.watch) {
-    const state = element("watch");
-    scrollTo(0, stored.get("scroll") ?? 0);
-    addEventListener("scroll", () => stored.set("scroll", scrollY));
-    const details = [...document.querySelectorAll("details")], name = (one) => one.querySelector("summary").textContent;
-    const open = new Set(stored.get("open") ?? []);
-    for (const one of details) {
-      one.open ||= open.has(name(one));
-      one.addEventListener("toggle", () => stored.set("open", details.filter((each) => each.open).map(name)));
-    }
-    setInterval(async () => {
-      try {
-        const version = await (await fetch("version", { cache: "no-store" })).text();
-        state.textContent = "Watching: the page follows the runs.";
-        if (version !== data.watch.version) location.reload();
-      } catch {
-        state.textContent = "Not connected: scripts/report.py --watch has ended.";
-      }
-    }, 1000 * data.watch.interval_s);
+  startZoom() {
+    this.setAxis();
+    const kept = stored.get("zoom");
+    if (Array.isArray(kept) && kept[0] < kept[1]) this.visible.setv({ start: kept[0], end: kept[1] }); else this.reset();
+    for (const end of ["start", "end"]) this.visible.properties[end].change.connect(() => this.zoomed());
+    this.zoom.addEventListener("submit", (event) => {
+      event.preventDefault();
+      const from = Number(this.zoom.elements.from.value), to = Number(this.zoom.elements.to.value);
+      if (from < to) this.visible.setv({ start: from, end: to });
+    });
+    this.zoom.addEventListener("reset", (event) => { event.preventDefault(); this.reset(); });
+    this.zoomed();
   }
+
+  startControls() {
+    this.controls.addEventListener("submit", (event) => event.preventDefault());
+    this.controls.addEventListener("input", ({ target }) => {
+      stored.set(target.name, target.type === "checkbox" ? target.checked : target.value);
+      if (target.name === "filter") { showFigures(target.value); return; }
+      if (!this.visible) return;
+      if (target.name === "axis") { this.show(null); this.setAxis(); this.reset(); this.zoomed(); }
+      this.redraw();
+    });
+    showFigures(this.controls.elements.filter.value);
+  }
+
+  startRuns() {
+    const hidden = new Set(stored.get("hidden") ?? []);
+    for (const box of document.querySelectorAll("input[data-run]")) {
+      const apply = () => { for (const plot of this.plots) plot.showRun(Number(box.dataset.run), box.checked); };
+      box.checked = !hidden.has(box.dataset.run);
+      apply();
+      box.addEventListener("change", () => {
+        hidden[box.checked ? "delete" : "add"](box.dataset.run);
+        stored.set("hidden", [...hidden]);
+        apply();
+        this.redraw();
+      });
+    }
+  }
+
+  start() {
+    const scheme = matchMedia("(prefers-color-scheme: dark)");
+    scheme.addEventListener("change", () => this.paint());
+    this.paint();
+    stored.restore(this.controls);
+    for (const plot of this.plots) { this.followPointer(plot); this.saveOnClick(plot); }
+    this.startRuns();
+    if (this.visible) this.startZoom();
+    this.startControls();
+    // On a touch screen a finger scrolls the page; the form zooms.
+    if (matchMedia("(pointer: coarse)").matches) for (const { model } of this.plots) model.toolbar.active_drag = null;
+    // A figure has the width of the window; on paper it is a picture, which fits.
+    addEventListener("beforeprint", () => {
+      for (const plot of this.plots.filter(({ box }) => box.offsetWidth)) {
+        plot.box.querySelector("svg.paper")?.remove();
+        plot.box.append(pictures.inline(pictures.forPaper(plot)));
+      }
+    });
+  }
+}
+
+(async () => {
+  const data = JSON.parse(document.getElementById("figures").textContent);
+  stored.runs = data.key;
+  const roots = Object.fromEntries(Object.entries(data.roots).map(([name, id]) => [id, `plot-${name}`]));
+  const item = { docid: "page", roots, root_ids: Object.keys(roots) };
+  const [manager] = data.document.roots.length ? await Bokeh.embed.embed_items({ page: data.document }, [item]) : [];
+  const views = manager ? [...manager].filter(({ model }) => model.name in data.roots) : []; // one more shows notifications
+  const arrays = data.arrays.map(curves.decoded);
+  const page = new Page(data, arrays, views.map((view) => new Plot(view, data, arrays)), Bokeh.documents.at(-1)?.get_model_by_name("x"));
+  page.start();
+  document.querySelectorAll("table.sorted").forEach(makeSortable);
+  if (data.watch) watch(data.watch);
   document.documentElement.dataset.ready = "true";
 })();

@@ -13,15 +13,28 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from trainer.base.system.streams import visible
-from trainer.tools.report.drawing import TIMELINE, draw
-from trainer.tools.report.events import Cell, Event, Samples, event_rows, overview_of, samples_of, setting_cells
-from trainer.tools.report.figures import CLOCKS, MEANS, NOISY, PHASE_POINTS, figures_of
+from trainer.tools.report.drawing import TIMELINE, bokeh_script, draw
+from trainer.tools.report.events import (
+    Cell,
+    Event,
+    Samples,
+    evaluated,
+    event_rows,
+    overview_of,
+    samples_of,
+    setting_cells,
+)
+from trainer.tools.report.figures import AXES, MEANS, NOISY, PHASE_POINTS, figures_of
 from trainer.tools.report.plan import Plan
-from trainer.tools.report.run import Run
+from trainer.tools.report.run import Run, differing
 
 GENERATOR = '<meta name="generator" content="meshwright report">'
 """Tag by which a page of this script is recognized."""
 _FOLDER = Path(__file__).parent
+_SCRIPTS = ("stored", "curves", "pictures", "plots", "tables", "watch", "page")
+"""Names of the page's scripts, in their order."""
+_SETTING_COLUMNS = 8
+"""Maximum number of settings in which runs differ that are columns of the table of runs. Others are a table of their own."""
 _FACTS = {
     "git_clean": "clean git tree",
     "cpu": "CPU",
@@ -56,12 +69,20 @@ class Watch:
     interval_s: float
 
 
-def view_of(run: Run, plan: Plan | str | None, settings: list[Cell]) -> View:
-    """Return what the page shows of a run. settings: cells of the settings in which the runs differ."""
+def view_of(run: Run, plan: Plan | str | None, losses: Sequence[str], settings: Sequence[Cell]) -> View:
+    """Return what the page shows of a run.
+
+    Args:
+        run: The run.
+        plan: See figures_of.
+        losses: See overview_of.
+        settings: Cells of the settings in which the runs differ.
+    """
     events = run.records.events
     changed = [(key, (value, default)) for key, default, value in run.changed_settings()]
-    cells = overview_of(run, plan)
-    return View(run, plan, cells[:4] + settings + cells[4:], *event_rows(events), *samples_of(events), changed)
+    cells, place = overview_of(run, plan, losses), 3 + len(losses)
+    cells[place:place] = settings
+    return View(run, plan, cells, *event_rows(events), *samples_of(events), changed)
 
 
 def build_page(template: str, title: str, scripts: Sequence[str] = (), **values: Any) -> str:
@@ -96,15 +117,16 @@ def render(runs: Sequence[Run], plans: Sequence[Plan | str | None], watch: Watch
     """
     figures = figures_of(runs, plans)
     drawing = draw(figures, runs)
-    settings = setting_cells(runs)
-    views = [view_of(*of_run) for of_run in zip(runs, plans, settings, strict=True)]
+    differences, losses = differing(runs) if len(runs) > 1 else [], evaluated(runs)
+    columns, rest = differences[:_SETTING_COLUMNS], differences[_SETTING_COLUMNS:]
+    views = [view_of(run, plans[i], losses, setting_cells(columns, i)) for i, run in enumerate(runs)]
     watched = {"version": watch.version, "interval_s": watch.interval_s} if watch else None
-    data = f'{drawing.facts()}, "watch": {json.dumps(watched)}}}'
+    facts = drawing.facts() | {"watch": watched, "key": _digest(runs)}
     more = f" and {len(runs) - 3} more" if len(runs) > 3 else ""
     return build_page(
         "runs.html.jinja",
         f"Report of {', '.join(run.label for run in runs[:3])}{more}",
-        [drawing.script, *((_FOLDER / f"{name}.js").read_text() for name in ("curves", "pictures", "page"))],
+        [bokeh_script(), *((_FOLDER / f"{name}.js").read_text() for name in _SCRIPTS)],
         generator=Markup(GENERATOR),
         written=time.strftime("%Y-%m-%d %H:%M:%S"),
         watch=watch,
@@ -115,12 +137,18 @@ def render(runs: Sequence[Run], plans: Sequence[Plan | str | None], watch: Watch
         noisy=NOISY,
         timeline=TIMELINE if TIMELINE in drawing.roots else "",
         has_samples=any(view.samples for view in views),
-        differing=any(settings),
-        clocks=[name for name in CLOCKS if name == "steps" or any(run.records.clocks[name].steps for run in runs)],
+        differs=bool(differences),
+        other_differences=rest,
+        axes=[name for name in AXES if name == "steps" or any(run.records.axes[name].steps for run in runs)],
         environment=_environment(runs),
         packages=_packages(runs),
-        data=Markup(data.replace("<", "\\u003c")),  # nothing in the JSON can end the element
+        data=Markup(json.dumps(facts).replace("<", "\\u003c")),  # nothing in the JSON can end the element
     )
+
+
+def _digest(runs: Sequence[Run]) -> str:
+    """Return a text that differs for other runs."""
+    return hashlib.sha256("\0".join(str(run.folder.resolve()) for run in runs).encode()).hexdigest()[:16]
 
 
 def _policy(scripts: Sequence[str]) -> str:

@@ -6,7 +6,8 @@ const pictures = (() => {
 
   // Colours of page.css in the light scheme, by those of the scheme in which the page is shown.
   function lightColors() {
-    const names = ["text", "muted", "line", ...Array.from({ length: 8 }, (_, i) => `run-${i}`), ...Array.from({ length: 9 }, (_, i) => `phase-${i}`)];
+    const numbered = (name, length) => Array.from({ length }, (_, i) => `${name}-${i}`);
+    const names = [...numbered("phase", 9), ...numbered("run", 8), "text", "muted", "line"]; // of equal colours, the last counts
     const [shown, light] = [document.documentElement, document.getElementById("paper")].map((place) => getComputedStyle(place));
     return new Map(names.map((name) => [shown.getPropertyValue(`--${name}`).trim(), light.getPropertyValue(`--${name}`).trim()]));
   }

@@ -51,8 +51,8 @@ class Records:
     """Number of records of steps that were trained again."""
     train_steps: array = field(default_factory=lambda: array("q"))
     """Steps of the training records."""
-    clocks: dict[str, Curve] = field(default_factory=lambda: {"tokens": Curve(), "hours": Curve()})
-    """tokens: seen tokens; hours: time of the steps, without evaluations, saves and interruptions."""
+    axes: dict[str, Curve] = field(default_factory=lambda: {"tokens": Curve(), "hours": Curve()})
+    """What can replace steps: seen tokens, and hours of the steps, without evaluations, saves and interruptions."""
     first_time_s: float = math.nan
     last_time_s: float = math.nan
     last: dict[str, Any] = field(default_factory=dict)
@@ -69,7 +69,7 @@ class Records:
             if self.last and step <= self.last["step"]:
                 self._rewind(step)
             self._add_train_events(record)
-            self._add_clocks(record)
+            self._add_axes(record)
             self.last = record
             self.train_steps.append(step)
         else:
@@ -79,17 +79,17 @@ class Records:
             for name, value in scalars({k: math.nan if v is None else v for k, v in record.items()}).items():
                 self.curves.setdefault(name, Curve()).append(step, _as_float(value))
 
-    def _add_clocks(self, record: dict[str, Any]) -> None:
+    def _add_axes(self, record: dict[str, Any]) -> None:
         step, first = record["step"], record.get("first_step")
         tokens, seconds = record.get("tokens_seen"), record.get("step_time_s")
         if _is_finite(tokens):
             self._tick("tokens", step, _as_float(tokens), first)
         if _is_finite(seconds) and type(first) is int:
-            before = self.clocks["hours"].values[-1:] or [0.0]
+            before = self.axes["hours"].values[-1:] or [0.0]
             self._tick("hours", step, before[0] + (step - first + 1) * _as_float(seconds) / 3600, first)
 
-    def _tick(self, clock: str, step: int, value: float, first: Any) -> None:
-        curve = self.clocks[clock]
+    def _tick(self, axis: str, step: int, value: float, first: Any) -> None:
+        curve = self.axes[axis]
         if not curve.steps and first == 1:
             curve.append(0, 0.0)
         curve.append(step, value)
@@ -98,7 +98,7 @@ class Records:
         """Remove what was recorded of this step and of later ones, because they were trained again."""
         before = len(self.events) + len(self.train_steps)
         del self.train_steps[bisect_left(self.train_steps, step) :]
-        for curve in (*self.curves.values(), *self.clocks.values()):
+        for curve in (*self.curves.values(), *self.axes.values()):
             curve.cut(step)
         self.events = [event for event in self.events if event["step"] < step]
         self.replaced += before - len(self.events) - len(self.train_steps)

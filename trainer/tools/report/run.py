@@ -87,10 +87,16 @@ def default_settings() -> dict[str, str]:
 
 
 def differing(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
-    """Return (setting, its value in each run) of the settings in which the runs differ, without names of runs and folders."""
+    """Return (setting, its value in each run) of the settings in which the runs differ, without names of runs and folders.
+    A run whose settings are unknown differs in none."""
     keys = dict.fromkeys(key for run in runs for key in run.settings)
     rows = [(key, [run.settings.get(key, "") for run in runs]) for key in keys]
-    return [(key, row) for key, row in rows if len(set(row)) > 1 and key not in ("run.name", "run.output_folder")]
+    known = [i for i, run in enumerate(runs) if run.settings]
+    return [
+        (key, row)
+        for key, row in rows
+        if len({row[i] for i in known}) > 1 and key not in ("run.name", "run.output_folder")
+    ]
 
 
 def read_run(folder: Path, label: str, marked: int = 0) -> Run:

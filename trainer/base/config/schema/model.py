@@ -105,3 +105,8 @@ class LoraConfig:
     def quantizes_scales(self) -> bool:
         """Whether the scales of a base model in 4 bits are quantized too."""
         return self.base_dtype == "nf4_double"
+
+    @property
+    def base_format(self) -> str:
+        """What base_dtype stands for, where files of another version may mean something else."""
+        return "nf4_double (fourth roots of scales)" if self.quantizes_scales else self.base_dtype
