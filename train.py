@@ -21,7 +21,7 @@ from typing import NoReturn
 
 from trainer.base.config import Config, ConfigError
 from trainer.base.config.command_line import config_from_command_line
-from trainer.base.config.environment_variables import check_environment
+from trainer.base.config.environment_variables import check_environment, check_log_rank, environment_int
 from trainer.base.config.exits import one_line_errors
 from trainer.base.config.separate_tasks import refuse_separate_tasks
 from trainer.base.system.children import end_children
@@ -99,6 +99,10 @@ def main(listener: SignalListener) -> None:
         check_environment()
         if "--dry-run" in sys.argv:
             run_dry()
+        if (
+            "TORCHELASTIC_RUN_ID" not in os.environ
+        ):  # otherwise the launcher has checked it: there may be fewer ranks now
+            check_log_rank(environment_int("WORLD_SIZE", 1, 1))
         config = config_from_command_line(sys.argv[1:])
         refuse_separate_tasks()
     try:

@@ -62,7 +62,7 @@ if __name__ == "__main__":
 
 from models import MODELS
 from trainer.base.config.checkpoints import resolve_checkpoint, why_chosen
-from trainer.base.config.recognition import is_adapter, is_checkpoint
+from trainer.base.config.recognition import is_adapter, is_checkpoint, require
 from trainer.base.system.spelling import did_you_mean
 from trainer.base.system.units import GIB
 from trainer.checkpoint.formats.adapter import Adapter
@@ -108,6 +108,8 @@ def main() -> None:
             from_hf(args.source, args.out, args.family, shard_bytes)
         elif args.command == "merge":
             if not is_adapter(checkpoint):
+                if not is_checkpoint(checkpoint):
+                    require(checkpoint, "weights")
                 raise ConfigError("", f"{checkpoint} contains no adapter; to-hf writes the model")
             to_hf(args, checkpoint, shard_bytes)
         elif is_adapter(checkpoint):

@@ -134,6 +134,7 @@ SETTINGS = {
     "--data.datasets.web jsonl:contents.jsonl": "did you mean 'content.jsonl'?",
     "--checkpoint.init_from runs": "no such folder; did you mean 'run'?",
     "--model.huggingface gpt3": "no such file or folder; did you mean 'gpt2'?",
+    "--from=": '--from: the value is empty; --model.pretrained "" would clear that of a file',
     "--from adaptor": "no such folder; did you mean 'adapter'?",
     "--tokenizer.backend tiktoken --tokenizer.path word.txt": "no such file; did you mean 'words.txt'?",
     "--data.path file.txt": "set [data] dataset to text",
@@ -256,6 +257,9 @@ VARIABLES = {
     "WORLD_SIZE=2": "needs RANK too",
     "RANK=2 WORLD_SIZE=2 MASTER_ADDR=a MASTER_PORT=1": "must be below WORLD_SIZE=2",
     "LOG_RANK=first": 'expected "all" or a list of ranks',
+    "LOG_RANK=٣": 'expected "all" or a list of ranks',
+    "LOG_RANK=7 NGPU=2": "nothing would be logged, because this run has ranks 0 to 1",
+    "LOG_RANK=4,5 NNODES=2 NGPU=2 MASTER_ADDR=a": "nothing would be logged, because this run has ranks 0 to 3",
 }
 """Environment variables of the launcher -> text of the line."""
 

@@ -27,7 +27,7 @@ from functools import partial
 from typing import NoReturn
 
 from trainer.base.config.command_line import config_from_command_line
-from trainer.base.config.environment_variables import environment_int
+from trainer.base.config.environment_variables import check_log_rank, environment_int
 from trainer.base.config.errors import ConfigError
 from trainer.base.config.exits import one_line_errors, run_to_end
 from trainer.base.config.hub import COMMIT
@@ -60,6 +60,7 @@ class TorchrunOptions:
         port = 0 if any_port else environment_int("MASTER_PORT", 29500, 1, 65535)
         if node >= max_nodes:
             raise ConfigError("", f"NODE_RANK={node}: must be below NNODES={max_nodes}")
+        check_log_rank(ranks * max_nodes)
         restarts = environment_int("MAX_RESTARTS", 0, 0)
         if max_nodes > 1 and "MASTER_ADDR" not in os.environ:
             raise ConfigError("", f"NNODES={max_nodes}: set MASTER_ADDR to the host name of the first node")
@@ -160,6 +161,7 @@ def run_dry(listener: SignalListener) -> NoReturn:
     """Print what the run would do, in this process alone, and exit."""
     require_stdout()
     config = config_from_command_line([word for word in sys.argv[1:] if word != "--dry-run"])
+    has_address = "MASTER_ADDR" in os.environ
     os.environ.setdefault("MASTER_ADDR", "localhost")  # a dry run waits for no other node
     options = TorchrunOptions.from_environment()
     refuse_separate_tasks(options.max_nodes)
@@ -170,6 +172,8 @@ def run_dry(listener: SignalListener) -> NoReturn:
     try:
         with one_line_errors(), config.explained_errors():
             resolved = resolve_on_this_node(config, options.ranks, options.max_nodes)
+            if options.max_nodes > 1 and not has_address:
+                print("nodes         a run on several nodes needs MASTER_ADDR, the host name of the first one")
             code = dry_run(config, resolved, options.ranks)
     except SystemExit as exit:
         code = exit.code

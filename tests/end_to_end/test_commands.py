@@ -261,6 +261,7 @@ VARIABLES = {
     "NNODES=2 NODE_RANK=2 MASTER_ADDR=x": "NODE_RANK=2: must be below NNODES=2",
     "NGPU=2 MASTER_PORT=70000": "MASTER_PORT=70000: expected an integer from 1 to 65535",
     "LOG_RANK=first": 'LOG_RANK=first: expected "all" or a list of ranks such as "0,3"',
+    "LOG_RANK=1": "LOG_RANK=1: nothing would be logged, because this run has only rank 0",
     "WORLD_SIZE=abc": "WORLD_SIZE=abc: expected an integer from 1 to 2147483648",
     "LOCAL_RANK=x": "LOCAL_RANK=x: expected an integer from 0 to 2147483648",
     "RANK=1 WORLD_SIZE=1": "RANK=1: must be below WORLD_SIZE=1",

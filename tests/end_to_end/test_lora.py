@@ -457,6 +457,8 @@ def test_the_command_writes_adapters_and_merged_models(monkeypatch, finished, tm
     base = open_weights(checkpoint_of(run), alone=True).base.folder
     line = line_of(monkeypatch, capsys, "merge", base, tmp_path / "x")
     assert line == f"{base} contains no adapter; to-hf writes the model"
+    line = line_of(monkeypatch, capsys, "merge", tmp_path / "to-hf", tmp_path / "x")
+    assert line.startswith(f"{tmp_path / 'to-hf'} contains an adapter of the package peft")
     for option in (("--dtype", "fp32"), ("--shard-gib", "1.0")):
         line = line_of(monkeypatch, capsys, "to-hf", run, tmp_path / "x", *option)
         reason = f"has no effect, because {checkpoint_of(run)} contains only an adapter; see merge"

@@ -151,7 +151,13 @@ def test_a_dry_run_refuses_what_a_run_refuses_with_the_same_line(ranks, tiny, hf
         "profiled step": [*tiny, "--training.epochs", "0.001", "--profiling.first_step", "9000"],
         "service": [*tiny, "--metrics.sinks", '["jsonl", "mlflow"]', "--metrics.mlflow_tracking_uri", "ftp://x"],
         "load_step": [*tiny, "--checkpoint.load_step", "3"],
+        "file for stores": [*tiny, "--data.store_folder", str(tmp_path / "one.txt")],
+        "link for stores": [*tiny, "--data.store_folder", str(tmp_path / "link")],
+        "link for runs": [*tiny, "--run.name", "link"],
     }
+    (tmp_path / "link").symlink_to(tmp_path / "gone")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "link").symlink_to(tmp_path / "gone")
     out = ["--run.output_folder", str(tmp_path / "out")]
     (lines,) = ranks(1).run(both, [[*words, *out] for words in cases.values()])
     for name, (of_dry_run, of_run) in zip(cases, lines, strict=True):
@@ -168,7 +174,7 @@ def test_a_folder_that_a_run_cannot_use_is_refused_and_a_lock_stays(ranks, tiny,
     cases = [[*tiny, *in_folder(tmp_path / name)] for name in ("run", "file", "file/run")]
     ((line, is_file, below_a_file),) = ranks(1).run(each, cases)
     assert is_file == f"--run.name file: {tmp_path}/file is a file, not a folder"
-    assert below_a_file == f"--run.output_folder {tmp_path}/file: {tmp_path}/file is not a folder"
+    assert below_a_file == f"--run.output_folder {tmp_path}/file: {tmp_path}/file is a file, not a folder"
     holder = (tmp_path / "run" / ".lock").read_text().strip()
     assert f"run folder    {tmp_path}/run is in use by {holder}: until it ends, this run would be refused\n" in line
     assert "\ncheckpoints   " in line, "the data were looked at"

@@ -20,7 +20,7 @@ from trainer.base.config.checkpoints import resolve_checkpoint
 from trainer.base.config.render import to_toml
 from trainer.base.system import console
 from trainer.base.system.environment import environment
-from trainer.base.system.files import atomic_write, existing_part, file_error, folder_error, lock_holder, try_lock
+from trainer.base.system.files import atomic_write, creation_error, file_error, folder_error, lock_holder, try_lock
 from trainer.base.system.run_files import CHECKPOINTS, CONFIG_FILE, ENVIRONMENT_FILE, METRICS_FILE, MODEL_FILE
 from trainer.checkpoint import resume
 from trainer.checkpoint.formats.export import export_run
@@ -55,9 +55,11 @@ def acquire_lock(folder: Path) -> TextIO | None:
         lock = _HELD.get(folder.absolute())
         if lock is not None and not lock.closed and folder.exists():
             return
-        if os.path.exists(folder) and (problem := folder_error(folder)):
+        if os.path.lexists(folder) and (problem := folder_error(folder)):
             raise ConfigError("run.name", f"{folder} {problem}")
         _check_types(folder)
+        if problem := creation_error(folder):
+            raise ConfigError("run.output_folder", problem)
         with _writing(folder):
             (folder / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
             result = try_lock(folder / _LOCK, timeout_s=5)
@@ -73,14 +75,11 @@ def acquire_lock(folder: Path) -> TextIO | None:
 def require_usable(folder: Path) -> str:
     """Raise ConfigError if a run could not use the folder, like `acquire_lock`, without creating or changing a file. If it
     only has to wait for another run, return which process that is, otherwise ""."""
-    if os.path.exists(folder) and (problem := folder_error(folder)):
+    if os.path.lexists(folder) and (problem := folder_error(folder)):
         raise ConfigError("run.name", f"{folder} {problem}")
     _check_types(folder)
-    place = existing_part(folder)
-    if not place.is_dir():
-        raise ConfigError("run.output_folder", f"{place} is not a folder")
-    if not os.access(place, os.W_OK | os.X_OK):
-        raise ConfigError("run.output_folder", f"{place} cannot be written")
+    if problem := creation_error(folder):
+        raise ConfigError("run.output_folder", problem)
     return lock_holder(folder / _LOCK)
 
 

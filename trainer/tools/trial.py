@@ -17,7 +17,7 @@ from trainer.base.system.spelling import counted
 from trainer.data.build import Datasets
 from trainer.data.datasets import SINGLE, all_dataset_configs, blame_setting
 from trainer.data.prepare.encode import Encoded, encoder
-from trainer.data.prepare.prepare import locate, prepare, store_folder
+from trainer.data.prepare.prepare import locate, prepare, require_store_folder, store_folder
 from trainer.data.sources import BadDocument, Source, open_source
 from trainer.data.sources.source import Span
 from trainer.data.tokenizer.protocol import Tokenizer
@@ -60,6 +60,7 @@ class TrialStores:
 def trial_stores(stores: Path) -> Iterator[TrialStores]:
     """Context manager of a temporary folder that has links to the complete stores and packings of a folder of stores. What is
     prepared in it is deleted when the block ends."""
+    require_store_folder(stores)
     trial = Path(tempfile.mkdtemp(prefix="meshwright-dry-run-"))
     # children.end_children calls it after a signal
     delete = Finalize(None, shutil.rmtree, (trial, True), exitpriority=0)

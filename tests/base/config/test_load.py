@@ -138,6 +138,7 @@ COMMAND_LINES = {
         "hang is reported"
     ),
     "--distributed.timeout_s 1e300": "--distributed.timeout_s 1e300: must be at most 10000000",
+    "--run.name a@best": "--run.name a@best: must not end in @best, which stands for the best checkpoint of a run",
     "--run.name ..": "--run.name ..: must be a single folder name",
     f"--run.name {'é' * 128}": f"--run.name {'é' * 128}: exceeds 255 bytes, the limit for a folder name",
     "--evaluation.datasets.wiki jsonl:/nope": ("--evaluation.datasets.wiki jsonl:/nope: no such file or folder"),

@@ -256,6 +256,21 @@ CHAT_ROWS = [
         ({"prompt": prompt, "completion": completion}, NO_KIND.format("completion"))
         for prompt, completion in (("p", [A]), ([Q], "a"), ("p", A), (1, 2))
     ),
+    # messages as JSON text
+    *(
+        (document | {name: text}, f"{name} is not the JSON text of messages (Python's notation is not JSON)")
+        for document, name in (({"prompt": "p"}, "completion"), ({"completion": "c"}, "prompt"))
+        for text in ("[{'role': 'user', 'content': 'q'}]", " {'from': 'human'}")
+    ),
+    (
+        {"prompt": "p", "completion": '[{"role": "user", "role": "user"}]'},
+        "completion: an object has two fields named 'role'",
+    ),
+    ({"prompt": "p", "completion": json.dumps([A])}, NO_KIND.format("completion")),
+    (
+        turns({"role": "user", "content": "q", "from": "human"}, A),
+        'message 1 has both from and role; data.ignored_fields = ["from"] would leave role',
+    ),
     # lists of messages
     ({"messages": "hi"}, "messages is not a list, nor the JSON text of one"),
     (
@@ -346,8 +361,14 @@ CHAT_ROWS = [
     ({"conversations": ["hi"]}, "message 1 is not an object, nor the JSON text of one"),
     ({"conversations": [{"value": "hi"}]}, "message 1 has no from; its fields: value"),
     ({"conversations": [{"from": "human"}]}, "message 1 has no value; its fields: from"),
-    ({"conversations": [SHAREGPT[0] | {"role": "user"}]}, "message 1 has both from and role"),
-    ({"conversations": [SHAREGPT[0] | {"content": "q"}]}, "message 1 has both value and content"),
+    (
+        {"conversations": [SHAREGPT[0] | {"role": "user"}]},
+        'message 1 has both from and role; data.ignored_fields = ["from"] would leave role',
+    ),
+    (
+        {"conversations": [SHAREGPT[0] | {"content": "q"}]},
+        'message 1 has both value and content; data.ignored_fields = ["value"] would leave content',
+    ),
     (
         {"conversations": [{"from": ["human"], "value": "hi"}]},
         f"message 1 is from ['human']; expected one of {ROLES}",

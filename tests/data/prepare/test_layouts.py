@@ -103,6 +103,11 @@ def write_csv(path: Path, records: list[Record], delimiter: str) -> None:
             writer.writerow({n: v if v is None or is_text[n] else json.dumps(v) for n, v in record.items()})
 
 
+def as_texts(record: Record) -> Record:
+    """Return a record whose lists and objects are their JSON text."""
+    return {name: json.dumps(v) if isinstance(v, list | dict) else v for name, v in record.items()}
+
+
 def write_stream(path: Path, records: list[Record]) -> None:
     table = pa.Table.from_pylist(records)
     with pa.ipc.new_stream(path, table.schema) as stream:
@@ -120,6 +125,14 @@ FORMATS: dict[str, tuple[str, Callable[[Path, list[Record]], Any]]] = {
     "array of lines": (
         "x.json",
         lambda path, records: path.write_text("[" + ",\n".join(map(json.dumps, records)) + "]"),
+    ),
+    "texts in JSON lines": (
+        "x.jsonl",
+        lambda path, records: path.write_text("\n".join(json.dumps(as_texts(record)) for record in records)),
+    ),
+    "texts in Parquet": (
+        "x.parquet",
+        lambda path, records: pa.parquet.write_table(pa.Table.from_pylist([*map(as_texts, records)]), path),
     ),
     "Parquet": ("x.parquet", lambda path, records: pa.parquet.write_table(pa.Table.from_pylist(records), path)),
     "Arrow stream": ("x.arrow", write_stream),

@@ -280,7 +280,7 @@ def test_a_store_folder_that_cannot_be_written_is_an_error(data, tmp_path):
         prepare(replace(data, store_folder=str(tmp_path / "file")), DEFAULT)
     assert (error.value.key, error.value.message) == (
         "data.store_folder",
-        f"this folder cannot be written (File exists: {tmp_path}/file)",
+        f"{tmp_path}/file is a file, not a folder",
     )
 
 

@@ -49,8 +49,11 @@ def test_a_table_in_a_file_is_no_text():
         ("question,answer", "chat"),
         ("id\ttext", "csv"),
         ("prompt,chosen,rejected,id", "preference"),
+        ("question;answer", "chat"),
+        (",question,answer", "chat"),
+        ("Unnamed: 0\tquestion\tanswer", "chat"),
     ):
-        separator = "\t" if "\t" in header else ","
+        separator = next(c for c in "\t;," if c in header)
         rows = f"{header}\n{separator.join('x' for _ in header.split(separator))}\n"
         assert records_in(rows, is_file=True).endswith(f'; dataset = "{reader}" reads them')
         assert records_in(rows, is_file=False) == ""

@@ -78,6 +78,7 @@ def test_a_mixture_of_one_dataset_has_the_order_of_that_dataset():
     ("mixture", "message"),
     [
         (("web=1",), "'web=1': expected 'START: NAME=WEIGHT ...', such as '0: web=0.7 code=0.3'"),
+        (("\u0660: web=1",), "'\u0660: web=1': expected 'START: NAME=WEIGHT ...', such as '0: web=0.7 code=0.3'"),
         (("-1: web=1",), "'-1: web=1': expected 'START: NAME=WEIGHT ...', such as '0: web=0.7 code=0.3'"),
         (("5: web=1",), "'5: web=1': the first phase must start at 0"),
         (("0: web=1", "0: code=1"), "'0: code=1': this phase must start after the previous phase"),

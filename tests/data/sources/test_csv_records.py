@@ -101,7 +101,8 @@ def test_a_damaged_or_foreign_file_is_a_bad_document(tmp_path):
     assert read("csv", write(tmp_path / "empty.csv", "")) == []
 
 
-def test_cells_hold_messages_as_json_or_text(tmp_path):
+def test_cells_are_texts_or_flags(tmp_path):
+    """chat_layouts.py reads messages in their JSON text, in every format."""
     talk = [{"role": "user", "content": "q"}]
     quoted = json.dumps(talk).replace('"', '""')
     cells = f'"{quoted}"'
@@ -109,18 +110,10 @@ def test_cells_hold_messages_as_json_or_text(tmp_path):
     assert read("chat", file) == [
         {
             "column 1": "0",
-            "prompt": talk,
+            "prompt": json.dumps(talk),
             "completion": "[1, 2]",
             "text": json.dumps(talk),
             "weight": 1,
             "train": False,
         }
     ]
-
-
-def test_a_cell_of_messages_with_two_fields_of_one_name_is_a_bad_document_of_its_row(tmp_path):
-    repeated = '[{"role": "user", "content": "a", "content": "b"}]'.replace('"', '""')
-    file = write(tmp_path / "x.csv", f'id,messages\n0,a\n1,"{repeated}"\n2,b\n')
-    found = read("chat", file)
-    assert messages(found) == [f"{file}:3: column 'messages': an object has two fields named 'content'"]
-    assert [document["id"] for document in found if isinstance(document, dict)] == ["0", "2"]

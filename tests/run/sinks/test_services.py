@@ -504,6 +504,33 @@ def test_a_name_that_a_service_would_refuse_is_refused_before_the_run(sink, sett
     assert str(error.value).startswith(line)
 
 
+@pytest.mark.parametrize(
+    ("variable", "value", "line"),
+    [
+        ("WANDB_MODE", "bogus", "metrics.sinks: W&B refuses WANDB_MODE=bogus: Input should be 'online', 'offline'"),
+        ("WANDB_API_KEY", "short", "metrics.sinks: W&B refuses its environment variables: "),
+        ("WANDB_BASE_URL", "foo", "metrics.sinks: W&B refuses WANDB_BASE_URL=foo: "),
+        ("WANDB_RUN_ID", "a/b", "metrics.sinks: W&B refuses "),
+        ("WANDB_CONSOLE", "foo", "metrics.sinks: W&B refuses WANDB_CONSOLE=foo: "),
+        ("WANDB_RESUME", "xyz", "metrics.sinks: W&B refuses WANDB_RESUME=xyz: "),
+    ],
+)
+def test_a_variable_that_wandb_refuses_is_one_line_before_the_run(variable, value, line):
+    pytest.importorskip("wandb")
+    code = "import sys; from trainer.base.config import MetricsConfig; from trainer.run.sinks.services import require_access\n"
+    code += "from trainer.base.config import ConfigError\n"
+    code += "try: require_access(MetricsConfig(sinks=('jsonl', 'wandb')))\n"
+    code += "except ConfigError as error: print(error)"
+    done = subprocess.run(  # wandb reads its variables once
+        [sys.executable, "-c", code],
+        env=os.environ | {"WANDB_MODE": "online", variable: value},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.startswith(line) and done.stdout.count("\n") == 1, done.stdout + done.stderr
+
+
 @pytest.mark.parametrize("how", ["deleted", "by the server"])
 def test_a_service_that_will_not_accept_a_run_is_told_once_and_not_waited_for(tmp_path, capsys, how, monkeypatch):
     """An experiment that was deleted, and a request that the server refuses although the run is active."""

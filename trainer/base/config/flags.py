@@ -27,6 +27,8 @@ def parse_argv(argv: Sequence[str]) -> dict[str, str]:
                 if flag not in ("--config", *SHORT_FLAGS):
                     _find_setting(flag)  # raises for an unknown flag
                 raise ConfigError("", f"{flag}: expects a value")
+        if flag in SHORT_FLAGS and not value.strip():  # such as a variable of a shell that is not set
+            raise ConfigError("", f'{flag}: the value is empty; {SHORT_FLAGS[flag]} "" would clear that of a file')
         if same := next((f for f in flags if SHORT_FLAGS.get(f, f) == SHORT_FLAGS.get(flag, flag)), ""):
             twice = f"{flag} is given twice, first as {flags[same]}; give it once"
             raise ConfigError("", f"{flag} {value}: {twice if same == flag else f'{same} {flags[same]} is given too'}")

@@ -18,7 +18,7 @@ from trainer.base.config.schema.data import (
 )
 from trainer.base.config.schema.model import ModelFamily
 from trainer.base.config.schema.training import TrainingConfig
-from trainer.base.system.paths import path_error
+from trainer.base.system.paths import BEST, path_error
 from trainer.base.system.spelling import did_you_mean
 
 _PATHS = (
@@ -102,6 +102,7 @@ def _name_rules(config: Config) -> Iterator[tuple[str, object, str]]:
         message = path_error(config.value(key))
         yield key, message, message
     yield "run.name", name.strip() in ("", ".", "..") or {"/", "\\"} & set(name), "must be a single folder name"
+    yield "run.name", name.endswith(BEST), f"must not end in {BEST}, which stands for the best checkpoint of a run"
     yield "run.output_folder", not config.run.output_folder.strip(), "must not be empty"
     yield "run.name", len(os.fsencode(name)) > 255, "exceeds 255 bytes, the limit for a folder name"
     message = f"expected one of {', '.join(families)}{did_you_mean(config.model.name, families)}"

@@ -30,6 +30,8 @@ def folder_error(path: str | Path) -> str:
     """Return the reason why the path is not a folder, with a similar path that exists, or "" if it is a folder."""
     if os.path.isdir(path):
         return ""
+    if os.path.islink(path) and not os.path.exists(path):
+        return f"is a broken link to {os.readlink(path)}"
     return "is a file, not a folder" if os.path.exists(path) else f"no such folder{similar_path(path)}"
 
 
@@ -250,6 +252,14 @@ def lock_holder(path: Path) -> str:
 def existing_part(path: Path) -> Path:
     """Return the path, or the closest folder above it that exists."""
     return next(p for p in (path, *path.absolute().parents) if p.exists())
+
+
+def creation_error(folder: Path) -> str:
+    """Return the reason why a folder, with what it will contain, cannot be written, or "". Nothing is created."""
+    place = next(p for p in (folder, *folder.absolute().parents) if os.path.lexists(p))
+    if problem := folder_error(place):
+        return f"{place} {problem}"
+    return "" if os.access(place, os.W_OK | os.X_OK) else f"{place} cannot be written"
 
 
 @contextmanager

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from trainer.base.config.schema.data import MESSAGE_LISTS
 from trainer.data.chat.columns import missing_field
-from trainer.data.chat.fields import LISTS, MalformedConversation, is_absent, unused_fields
+from trainer.data.chat.fields import LISTS, MalformedConversation, is_absent, messages_in, unused_fields
 from trainer.data.chat.messages import is_trained, message_list
 from trainer.data.json_text import has_lone_surrogate
 
@@ -172,6 +173,7 @@ def _prompt(document: Document, layout: ChatLayout) -> Any:
 def _value(document: Document, name: str) -> Any:
     """Return the text or the messages of a field, or any other value. A chosen or rejected answer may be one message."""
     value = document[name]
+    value = messages_in(value, name) if name in MESSAGE_LISTS and name not in LISTS else value
     if name in _TEXTS and not isinstance(value, str):
         raise MalformedConversation(f"the document's field {name} is not text")
     if name in _PAIR and isinstance(value, Mapping):

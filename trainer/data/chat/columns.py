@@ -37,9 +37,8 @@ def renamed(document: Any, columns: Mapping[str, str]) -> tuple[Any, set[str]]:
     """
     of_message = {ours: name for ours, name in columns.items() if ours in MESSAGE_COLUMNS}
     of_document = {ours: name for ours, name in columns.items() if ours not in of_message}
-    return with_changed_fields(
-        document, partial(_renamed, of_document), partial(_renamed, of_message) if of_message else None
-    )
+    change = partial(_renamed, of_message) if of_message else None
+    return with_changed_fields(document, partial(_renamed, of_document), change, ("role", "from", *of_message.values()))
 
 
 def _renamed(columns: Mapping[str, str], fields: Mapping[str, Any]) -> tuple[dict[str, Any], set[str]]:
@@ -75,7 +74,7 @@ def missing_field(fields: Mapping[str, Any], message: str, *wanted: str, hint: s
     names = [name for name, value in fields.items() if not is_absent(value)]
     shown = f"; its fields: {listed(names)}" if names else ""
     if not hint:
-        columns = _similar(wanted, [name for name in names if name not in ("from", "value")])
+        columns = _similar(wanted, [name for name in names if name not in ("from", "value", *wanted)])
         others = [name for name in names if name not in _NAMES]
         if not columns and len(others) == 1 and wanted[0] in DOCUMENT_COLUMNS:
             columns = {wanted[0]: others[0]}

@@ -213,19 +213,51 @@ def _parsed(value: Any) -> Any:
     return value
 
 
+_PYTHON_MESSAGES = re.compile(r"\s*\[?\s*\{'(role|from)'")
+"""Beginning of messages in Python's notation."""
+
+
+def messages_in(value: Any, name: str, roles: Collection[str] = ("role", "from")) -> Any:
+    """Return the messages whose JSON text a field holds, or the value if it is another text, or no text.
+
+    Args:
+        value: Value of the field.
+        name: Its name: one of MESSAGE_LISTS.
+        roles: Names of fields of which each message has one.
+
+    Raises:
+        MalformedConversation: The messages are in Python's notation, or have two fields with one name.
+    """
+    if not isinstance(value, str) or not value.lstrip().startswith(("[", "{")):
+        return value
+    if _PYTHON_MESSAGES.match(value):
+        raise MalformedConversation(f"{name} is not the JSON text of messages (Python's notation is not JSON)")
+    try:
+        found = parse_json(value)
+    except RepeatedName as error:
+        raise MalformedConversation(f"{name}: {error}") from None
+    except InvalidJson:
+        return value
+    listed = found if isinstance(found, list) else [found]
+    is_messages = listed and all(isinstance(m, Mapping) and any(role in m for role in roles) for m in listed)
+    return found if is_messages else value
+
+
 Change = Callable[[Mapping[str, Any]], tuple[dict[str, Any], set[str]]]
 """Function that returns changed fields, and the names of those that it took away."""
 
 
-def with_changed_fields(document: Any, of_document: Change, of_message: Change | None) -> tuple[Any, set[str]]:
+def with_changed_fields(
+    document: Any, of_document: Change, of_message: Change | None, roles: Collection[str] = ("role", "from")
+) -> tuple[Any, set[str]]:
     """Return a document with changed fields, at the top and in each message, and all names that the changes returned. A value
-    that is no object has no fields; whoever reads it explains it."""
+    that is no object has no fields; whoever reads it explains it. roles: see messages_in."""
     if not isinstance(document, Mapping):
         return document, set()
     document, names = of_document(document)
     for field in MESSAGE_LISTS if of_message else ():
         messages = document.get(field)
-        messages = _parsed(messages) if field in LISTS else messages
+        messages = _parsed(messages) if field in LISTS else messages_in(messages, field, roles)
         if isinstance(messages, list):
             changed = [of_message(m) if isinstance(m, Mapping) else (m, set()) for m in map(_parsed, messages)]
             document[field] = [message for message, _ in changed]

@@ -54,13 +54,14 @@ def message_list(value: Any, name: str) -> list[Any]:
 
 
 def _from_sharegpt(turn: Mapping[str, Any], label: str) -> dict[str, Any]:
+    others = {name: value for name, value in turn.items() if name not in ("from", "value")}
+    for ours, name in (("from", "role"), ("value", "content")):
+        if not is_absent(turn.get(ours)) and not is_absent(others.get(name)):
+            message = f"{label} has both {ours} and {name}"
+            raise MalformedConversation(f'{message}; data.ignored_fields = ["{ours}"] would leave {name}')
     sender = _word(turn, "from", tuple(_ROLE_OF), label, "is from")
     if turn.get("value") is None:
         raise missing_field(turn, f"{label} has no value", "content")
-    others = {name: value for name, value in turn.items() if name not in ("from", "value")}
-    for ours, name in (("from", "role"), ("value", "content")):
-        if not is_absent(others.get(name)):
-            raise MalformedConversation(f"{label} has both {ours} and {name}")
     return others | {"role": _ROLE_OF[sender], "content": turn["value"]}
 
 

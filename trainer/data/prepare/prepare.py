@@ -17,7 +17,7 @@ from typing import Any
 from trainer.base.config import ConfigError, DataConfig, TokenizerConfig
 from trainer.base.config.schema.data import CHAT_DATASETS
 from trainer.base.system import console
-from trainer.base.system.files import HashingFile, atomic_folder, file_lock
+from trainer.base.system.files import HashingFile, atomic_folder, creation_error, file_lock
 from trainer.base.system.spelling import counted
 from trainer.data.chat.fields import PLAIN_TEXT
 from trainer.data.chat.format import ChatFormat
@@ -53,6 +53,7 @@ def prepare(
         ConfigError: The source has no documents or too many bad ones, or the store cannot be written.
     """
     stores = Path(data.store_folder)
+    require_store_folder(stores)
     with writing(stores):
         if data.dataset == "prepared":
             folder = concat_stores(data, tokenizer)
@@ -95,6 +96,12 @@ def locate(data: DataConfig, tokenizer: Tokenizer, file_shard: tuple[int, int] =
 
 def store_folder(data: DataConfig, key: str) -> Path:
     return Path(data.store_folder) / f"{data.dataset}-{key}"
+
+
+def require_store_folder(stores: Path) -> None:
+    """Raise ConfigError if a folder for stores neither exists nor can be created. That of complete stores may be read-only."""
+    if not stores.is_dir() and (problem := creation_error(stores)):
+        raise ConfigError("data.store_folder", problem)
 
 
 @contextlib.contextmanager

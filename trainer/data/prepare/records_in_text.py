@@ -13,6 +13,8 @@ from trainer.data.chat.chat_layouts import CHATS, PAIRS
 
 _BEGIN = re.compile(r"\s*(?P<list>\[)?\s*\{")
 """Beginning of a JSON object, or of a list of objects."""
+_INDEX = ("", "Unnamed: 0")
+"""Names of the first column of a table with an index."""
 _LONGEST_HEADER = 1000
 """Maximum number of characters of the first line of a table of values."""
 
@@ -55,9 +57,10 @@ def _table(lines: list[str]) -> tuple[str, Mapping[str, Any]] | None:
     """Return the header of a table of values, whose rows have as many values."""
     if len(lines) < 2 or len(lines[0]) > _LONGEST_HEADER:
         return None
-    for delimiter in ",\t":
+    for delimiter in ",;\t":
         names, values = csv.reader(lines, delimiter=delimiter)
-        if len(names) == len(values) > 1 and all(name.isidentifier() for name in names):
+        names = names[1:] if names[0] in _INDEX else names  # pandas writes an index first
+        if 1 < len(names) <= len(values) <= len(names) + 1 and all(name.isidentifier() for name in names):
             return "a table", dict.fromkeys(names, "x")
     return None
 

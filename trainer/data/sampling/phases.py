@@ -1,5 +1,6 @@
 """Phases of a mixture of datasets: their text in the settings, and exact weights. This module does not import torch."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -77,7 +78,7 @@ def parse_mixture(mixture: Sequence[str], names: Sequence[str]) -> tuple[Mixture
     phases: list[MixturePhase] = []
     for text in mixture:
         start, colon, weights_text = text.partition(":")
-        if not colon or not start.strip().isdecimal():
+        if not colon or not re.fullmatch("[0-9]+", start.strip()):
             raise ConfigError(KEY, f"{text!r}: expected 'START: NAME=WEIGHT ...', such as '0: web=0.7 code=0.3'")
         if len(start.strip()) > len(str(_MAX_START)) or int(start) > _MAX_START:
             raise ConfigError(KEY, f"{text!r}: a phase must start at {_MAX_START} or earlier")

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from trainer.base.config import ConfigError, DataConfig
-from trainer.base.config.schema.data import DOCUMENT_COLUMNS, MESSAGE_LISTS
+from trainer.base.config.schema.data import DOCUMENT_COLUMNS
 from trainer.base.system.spelling import counted, listed
-from trainer.data.json_text import InvalidJson, RepeatedName, has_lone_surrogate, parse_json
+from trainer.data.json_text import has_lone_surrogate
 from trainer.data.sources.contents import HEAD_BYTES, recognise
 from trainer.data.sources.source import BadDocument, Document, InvalidDocument, Span, too_long
 from trainer.data.sources.streams import BrokenStream, open_stream
@@ -38,9 +38,6 @@ class CsvRecords:
         self._extract = extractor(field)
         self._field = field
         self._known = {field} if field else {*DOCUMENT_COLUMNS, *config.columns.values()}
-        # Their cells hold messages as JSON text, or a text. data.columns may give the columns other names.
-        self._lists = {*MESSAGE_LISTS, *(config.columns[name] for name in MESSAGE_LISTS if name in config.columns)}
-        self._roles = {"role", "from", config.columns.get("role", "role")}
         self._line = 1  # number of the line in which the next row begins
         self._dataset, self._max_bytes = config.dataset, config.max_document_bytes
 
@@ -131,17 +128,5 @@ class CsvRecords:
         return record if self._field else {name: self._cell(name, value) for name, value in record.items()}
 
     def _cell(self, name: str, value: str) -> Any:
-        """Return the value of a cell: a message or a list of messages if the cell holds its JSON text, otherwise the text."""
-        if name in ("weight", "train"):
-            return _FLAGS.get(value.strip().lower(), value)
-        if name not in self._lists or not value.lstrip().startswith(("[", "{")):
-            return value
-        try:
-            messages = parse_json(value)
-        except RepeatedName as reason:
-            raise InvalidDocument(f"column {name!r}: {reason}") from None
-        except InvalidJson:
-            return value
-        listed = messages if isinstance(messages, list) else [messages]
-        is_list = listed and all(isinstance(m, dict) and not self._roles.isdisjoint(m) for m in listed)
-        return messages if is_list else value
+        """Return the value of a cell: a flag, or a text, which may be the JSON text of messages."""
+        return _FLAGS.get(value.strip().lower(), value) if name in ("weight", "train") else value

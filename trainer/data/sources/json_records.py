@@ -112,7 +112,8 @@ class JsonRecords:
             return transform(self._extract(record))
         except InvalidDocument:
             for name, value in record.items() if isinstance(record, dict) else ():
-                if isinstance(value, list) and any(isinstance(v, dict) and self._fields & v.keys() for v in value):
+                is_list = isinstance(value, list) and name not in MESSAGE_LISTS
+                if is_list and any(isinstance(v, dict) and self._fields & v.keys() for v in value):
                     raise InvalidDocument(_LIST.format(name, f"a list of {counted(len(value), 'record')}")) from None
             raise
 

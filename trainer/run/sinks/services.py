@@ -62,10 +62,23 @@ def _check_wandb(metrics: MetricsConfig) -> None:
         try:
             wandb.Settings(silent=True, **{key: getattr(metrics, name) or None})
         except (wandb.errors.UsageError, ValueError) as error:
-            problems = error.errors() if hasattr(error, "errors") else [{"msg": str(error)}]
-            raise ConfigError(f"metrics.{name}", f"W&B refuses it: {problems[0]['msg']}") from None
-    if not _may_log_in():
+            raise ConfigError(f"metrics.{name}", f"W&B refuses it: {_reason(error)[1]}") from None
+    try:
+        may_log_in = _may_log_in()
+    except (wandb.errors.Error, ValueError) as error:  # of the variables WANDB_*
+        name, reason = _reason(error)
+        raise ConfigError("metrics.sinks", f"W&B refuses {name or 'its environment variables'}: {reason}") from None
+    if not may_log_in:
         raise ConfigError("metrics.sinks", f"wandb has {_NO_KEY}")
+
+
+def _reason(error: Exception) -> tuple[str, str]:
+    """Return the environment variable that W&B refuses, if its error names a setting, and the reason."""
+    if not hasattr(error, "errors"):
+        return "", first_line(error)
+    problem = error.errors()[0]  # of pydantic
+    variable = f"WANDB_{'_'.join(map(str, problem['loc'])).upper()}"
+    return f"{variable}={os.environ[variable]}" if variable in os.environ else "", problem["msg"]
 
 
 def _check_names_of_mlflow(metrics: MetricsConfig) -> None:
