@@ -652,6 +652,10 @@ MISTAKES = {
         "--lora.init_from {shape}: cannot load {shape}: base_model.model.model.layers.0.mlp.down_proj.lora_A.weight has shape "
         "[4, 3], expected [4, 64]"
     ),
+    (
+        "--lora.init_from",
+        "{text_rank}",
+    ): '--lora.init_from {text_rank}: {text_rank}: adapter_config.json: r "4" must be a number',
     ("--lora.init_from", "{dora}"): "--lora.init_from {dora}: {dora}: adapter_config.json: use_dora true must be false",
     ("--lora.init_from", "{stacks}"): (
         '--lora.init_from {stacks}: {stacks}: adapter_config.json: target_parameters ["mlp.experts.down_proj"]: adapters of '
@@ -698,11 +702,12 @@ def places(finished, bases, tmp_path_factory):
             "linked",
             "linked_config",
             "rankless",
+            "text_rank",
             "unknown_base",
         )
     }
     places["base_checkpoint"] = checkpoint_of(places["base"])
-    for name in ("peft", "shape", "dora", "stacks", "linked", "linked_config"):
+    for name in ("peft", "shape", "dora", "stacks", "text_rank", "linked", "linked_config"):
         write_peft(Adapter.open(places["checkpoint"], alone=True), places[name])
     for name, file in (("linked", "adapter_model.safetensors"), ("linked_config", "adapter_config.json")):
         (places[name] / file).unlink()
@@ -710,7 +715,11 @@ def places(finished, bases, tmp_path_factory):
     tensors = load_file(places["shape"] / "adapter_model.safetensors")
     tensors["base_model.model.model.layers.0.mlp.down_proj.lora_A.weight"] = torch.zeros(4, 3)
     save_file(tensors, places["shape"] / "adapter_model.safetensors")
-    for name, change in (("dora", {"use_dora": True}), ("stacks", {"target_parameters": ["mlp.experts.down_proj"]})):
+    for name, change in (
+        ("dora", {"use_dora": True}),
+        ("stacks", {"target_parameters": ["mlp.experts.down_proj"]}),
+        ("text_rank", {"r": "4"}),
+    ):
         config = json.loads((places[name] / "adapter_config.json").read_text()) | change
         (places[name] / "adapter_config.json").write_text(json.dumps(config))
     shutil.copytree(places["checkpoint"], places["damaged"])

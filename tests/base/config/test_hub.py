@@ -301,3 +301,10 @@ def test_a_path_with_a_spelling_mistake_is_no_name_of_the_hub(tmp_path, monkeypa
     assert is_hub_name("Qwen/Qwen3-0.6B") and is_hub_name("01-ai/Yi_1.5")
     for text in ("gpt2", "/a/b", "./a", "../a", "a/b/c", "a/", "s3://a/b", "~/a", "a/b c", ".a/b", "a/.b", ""):
         assert not is_hub_name(text), text
+
+
+@pytest.mark.parametrize("endpoint", ["notaurl", "https://", "ftp://host"])
+def test_an_endpoint_that_is_no_url_is_named(monkeypatch, endpoint):
+    monkeypatch.setenv("HF_ENDPOINT", endpoint)
+    with pytest.raises(ConfigError, match=f"HF_ENDPOINT={endpoint}: expected a URL such as https://huggingface.co"):
+        fetch(NAME, "", "config")

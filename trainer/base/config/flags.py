@@ -6,7 +6,7 @@ from trainer.base.config.errors import ConfigError
 from trainer.base.config.fields import Layer, Setting, Value, layer_of_value, settings
 from trainer.base.config.pretrained import SHORT_FLAGS
 from trainer.base.config.unknown_names import AS_FLAG, hint
-from trainer.base.system.spelling import did_you_mean
+from trainer.base.system.spelling import did_you_mean, nearest
 
 _WITHOUT_VALUE = ("--dry-run", "--print-config", "--help")
 
@@ -71,5 +71,18 @@ def _find_setting(flag: str) -> tuple[Setting, str]:
         raise ConfigError(
             "", f"{flag} is a table: set one of its entries with {flag}.NAME VALUE, or empty it with {flag} {{}}"
         )
-    candidates = [*(f"--{key}" for key in settings()), *SHORT_FLAGS, "--config", *_WITHOUT_VALUE]
-    raise ConfigError("", f"{flag}: unknown setting{hint(flag, AS_FLAG) or did_you_mean(flag, candidates)}")
+    raise ConfigError("", f"{flag}: unknown setting{hint(flag, AS_FLAG) or _similar(flag)}")
+
+
+def _similar(flag: str) -> str:
+    """Return "; did you mean '--x.y'?" with the closest flag, or "". A flag without a section must be closer, and is compared
+    with names alone too: words of other trainers resemble some setting."""
+    others = (*SHORT_FLAGS, "--config", *_WITHOUT_VALUE)
+    if "." in flag:
+        return did_you_mean(flag, [*(f"--{key}" for key in settings()), *others])
+    flags = {key.rpartition(".")[2]: f"--{key}" for key in settings()} | {other[2:]: other for other in others}
+    word = flag[2:].replace("-", "_")
+    close = flags.get(nearest(word, flags, cutoff=0.75)) or nearest(
+        flag, [f"--{key}" for key in settings()], cutoff=0.72
+    )
+    return f"; did you mean '{close}'?" if close else ""

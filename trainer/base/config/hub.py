@@ -84,6 +84,8 @@ def fetch(name: str, revision: str, contents: Contents) -> Path:
         ConfigError: The model does not exist, cannot be accessed or downloaded, or is damaged.
     """
     hub = require_package("huggingface_hub", _SETTING)
+    if not re.match("https?://[^/]", _endpoint()):
+        raise ConfigError("", f"HF_ENDPOINT={os.environ['HF_ENDPOINT']}: expected a URL such as https://huggingface.co")
     with _one_line_errors(name, revision or "main"):
         hub.logging.set_verbosity_error()  # its warnings have several lines; errors are exceptions
         cached = _cached(hub, name, revision or "main")

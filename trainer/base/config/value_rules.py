@@ -49,6 +49,8 @@ def _rules(config: Config) -> Iterator[tuple[str, object, str]]:
     for column in config.data.columns:
         message = f"unknown field; it must be one of {', '.join(known)}{did_you_mean(column, known)}"
         yield f"data.columns.{column}", column not in known, message
+        same = next((other for other, name in config.data.columns.items() if name == config.data.columns[column]), "")
+        yield f"data.columns.{column}", same != column, f"reads the same field as data.columns.{same}"
     yield "parallel.dp_shard", config.parallel.dp_shard == 0, "must be at least 1, or -1 for all remaining ranks"
     reshard = config.parallel.reshard_after_forward
     message = "must be at least 2 if it is a number of ranks"

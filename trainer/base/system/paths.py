@@ -35,6 +35,8 @@ def split_best(path: str | Path) -> tuple[Path, bool]:
 
 def path_error(path: str) -> str:
     """Return the reason why a text cannot be meant as a local path, or "" if it can. Each would become a folder of this name."""
+    if path.startswith("file:///"):
+        return f"must be a local path, not a URL: write {path[7:]}"
     if scheme := re.match(r"([a-zA-Z][a-zA-Z0-9+.-]*)://", path):
         return f"must be a local path, not a URL: copy the files to a folder, or mount {scheme[0]} as one"
     if (path.startswith("~") or re.match(r"\$\{?[A-Za-z_]", path)) and not os.path.lexists(path):

@@ -38,10 +38,10 @@ def every(number: int, noun: str) -> str:
     return f"every {noun}" if number == 1 else f"every {number} {noun}s"
 
 
-def nearest(word: str, candidates: Iterable[str]) -> str:
-    """Return the closest candidate, or "" if no candidate is close. Case is ignored."""
+def nearest(word: str, candidates: Iterable[str], cutoff: float = 0.6) -> str:
+    """Return the closest candidate, or "" if no candidate is close. Case is ignored. cutoff: least similarity, from 0 to 1."""
     names = {name.lower(): name for name in candidates}
-    close = difflib.get_close_matches(word.lower(), names, n=1, cutoff=0.6)
+    close = difflib.get_close_matches(word.lower(), names, n=1, cutoff=cutoff)
     return names[close[0]] if close else ""
 
 

@@ -162,6 +162,9 @@ def peft_settings(folder: Path) -> dict[str, Any]:
             rule = f": {_WAYS_OUT[key]}" if key in _WAYS_OUT else f" must be {expected}"
             raise CorruptError(f"{PEFT_CONFIG}: {key} {text_of(config.get(key))}{rule}")
     scale = {"rank": config.get("r", 8), "alpha": config.get("lora_alpha", 8)}
+    for key, value in (("r", scale["rank"]), ("lora_alpha", scale["alpha"])):
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise CorruptError(f"{PEFT_CONFIG}: {key} {text_of(value)} must be a number")
     return scale | {"rslora": bool(config.get("use_rslora"))}
 
 
