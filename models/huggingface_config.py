@@ -93,16 +93,26 @@ def write_config(hf: HuggingFace, sizes: Any, context_window: int) -> dict[str, 
     }
 
 
-_REWRITTEN = {"dtype", "torch_dtype", "transformers_version", "auto_map", "quantization_config", "compression_config"}
-_REWRITTEN |= {"bos_token_id", "eos_token_id", "pad_token_id"}
+_REWRITTEN = {
+    "dtype",
+    "torch_dtype",
+    "transformers_version",
+    "auto_map",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+}
 """Fields that write_config does not write, but that say how the files of weights, or the tokens, are."""
 
 
 def other_fields(hf: HuggingFace, config: Config, sizes: Any) -> dict[str, Any]:
     """Return the fields of a config.json that say nothing that a run may change, such as router_aux_loss_coef: an export keeps
-    them. sizes: those that it describes."""
+    them. Of a model of several modalities, only those of its text model are. sizes: those that it describes."""
     own = {*write_config(hf, sizes, 1), *hf.aliases, *_REWRITTEN}
-    candidates = [key for key in config if key not in own and not key.startswith(("_", "rope_"))]
+    inner = config.get("text_config")
+    given = inner if isinstance(inner, Mapping) else config
+    # What ends so describes quantized weights, or other models.
+    candidates = [k for k in given if k not in own and not k.startswith(("_", "rope_")) and not k.endswith("_config")]
     return {key: config[key] for key in candidates if _is_unread(hf, config, sizes, key)}
 
 
