@@ -147,7 +147,7 @@ def test_each_command_says_which_checkpoint_of_a_run_it_takes(ranks, tiny, train
         generated = subprocess.run([sys.executable, *words], capture_output=True, text=True, env=environment)
         assert generated.stderr.splitlines() == said
         load_model(source)
-        assert capfd.readouterr().err.splitlines() == said
+        assert capfd.readouterr().err.splitlines() == (said if source == trained else [])
         ranks(1).run(
             train, [*tiny, *in_folder(tmp_path / f"run{number}"), "--training.steps", "1", "--from", str(source)]
         )

@@ -41,7 +41,7 @@ def test_a_checkpoint_marks_its_step(run, tmp_path):
         step = expected.pop(0)
         assert run_script("scripts/report.py", path, "--no-plan", "--output", output, folder=folder).returncode == 0
         page = output.read_text()
-        assert f"run: the vertical line marks the checkpoint of step {step}." in page
+        assert f"<bdi>run</bdi>: the vertical line marks the checkpoint of step {step}." in page
         assert page.count(f'"location":{step},') or page.count(f'"location": {step},') >= 1
     assert report(run, "--no-plan")[0] == 0 and "the vertical line" not in (run / "report.html").read_text()
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from models.spec import saved_weights
 from trainer.base.config import ConfigError
 from trainer.base.config.checkpoints import resolve_checkpoint, why_chosen
-from trainer.base.system.paths import path_error
+from trainer.base.system.paths import BEST, path_error
 from trainer.base.system.streams import print_error
 from trainer.checkpoint.formats.folders import open_weights
 from trainer.checkpoint.formats.tokenizer_files import load_model_tokenizer
@@ -60,7 +60,7 @@ def load_model(
         )
     chosen = existing_device(device)
     checkpoint = resolve_checkpoint(Path(path))
-    if why := why_chosen(Path(path), checkpoint):
+    if BEST in (why := why_chosen(Path(path), checkpoint)):  # another one is better
         print_error(f"{checkpoint}: {why}")
     weights = open_weights(checkpoint, None if base is None else Path(base), True, averaged)
     tokenizer = load_model_tokenizer(weights)
