@@ -90,12 +90,12 @@ class Page {
   followPointer(plot) {
     const { box, view } = plot;
     let pending = 0;
-    const later = (work) => { cancelAnimationFrame(pending); pending = requestAnimationFrame(work); };
     box.addEventListener("pointermove", (event) => {
       const px = event.clientX - box.getBoundingClientRect().left;
-      later(() => this.show(plot.recordAt(view.frame.x_scale.invert(px))));
+      cancelAnimationFrame(pending);
+      pending = requestAnimationFrame(() => this.show(plot.recordAt(view.frame.x_scale.invert(px))));
     });
-    box.addEventListener("pointerleave", () => later(() => this.show(null)));
+    box.addEventListener("pointerleave", () => { cancelAnimationFrame(pending); this.show(null); });
     box.addEventListener("dblclick", () => this.reset());
     box.addEventListener("keydown", (event) => this.press(plot, event));
   }
