@@ -154,7 +154,8 @@ class Cluster:
         def runs() -> bool:
             facts = self.job(job)
             soon = (datetime.now() + timedelta(seconds=5)).isoformat()
-            if facts["JobState"] == "PENDING" and facts["StartTime"] > soon:  # "Unknown" is later, too
+            # Not StartTime, "Unknown" until the scheduler looks at the job: it would never be eligible when it does.
+            if facts["JobState"] == "PENDING" and facts["EligibleTime"] > soon:  # "Unknown" is later, too
                 self.call("scontrol", "update", f"JobId={job}", "StartTime=now+2", check=False)
             return facts["JobState"] == "RUNNING"
 
