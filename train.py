@@ -99,9 +99,7 @@ def main(listener: SignalListener) -> None:
         check_environment()
         if "--dry-run" in sys.argv:
             run_dry()
-        if (
-            "TORCHELASTIC_RUN_ID" not in os.environ
-        ):  # otherwise the launcher has checked it: there may be fewer ranks now
+        if "TORCHELASTIC_RUN_ID" not in os.environ:  # a launcher has checked it: there may be fewer ranks now
             check_log_rank(environment_int("WORLD_SIZE", 1, 1))
         config = config_from_command_line(sys.argv[1:])
         refuse_separate_tasks()

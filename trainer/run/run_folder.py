@@ -55,11 +55,7 @@ def acquire_lock(folder: Path) -> TextIO | None:
         lock = _HELD.get(folder.absolute())
         if lock is not None and not lock.closed and folder.exists():
             return
-        if os.path.lexists(folder) and (problem := folder_error(folder)):
-            raise ConfigError("run.name", f"{folder} {problem}")
-        _check_types(folder)
-        if problem := creation_error(folder):
-            raise ConfigError("run.output_folder", problem)
+        _require_place(folder)
         with _writing(folder):
             (folder / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
             result = try_lock(folder / _LOCK, timeout_s=5)
@@ -75,12 +71,17 @@ def acquire_lock(folder: Path) -> TextIO | None:
 def require_usable(folder: Path) -> str:
     """Raise ConfigError if a run could not use the folder, like `acquire_lock`, without creating or changing a file. If it
     only has to wait for another run, return which process that is, otherwise ""."""
+    _require_place(folder)
+    return lock_holder(folder / _LOCK)
+
+
+def _require_place(folder: Path) -> None:
+    """Raise ConfigError if the folder, or what a run would write in it, cannot be created or written. Nothing is created."""
     if os.path.lexists(folder) and (problem := folder_error(folder)):
         raise ConfigError("run.name", f"{folder} {problem}")
     _check_types(folder)
     if problem := creation_error(folder):
         raise ConfigError("run.output_folder", problem)
-    return lock_holder(folder / _LOCK)
 
 
 def _check_types(folder: Path) -> None:

@@ -91,7 +91,7 @@ def read_message(message: Any, label: str) -> tuple[Message, bool, set[str]]:
     if role != "assistant" and parsed.get("train") is True:
         raise MalformedConversation(f"{label} has train = true, but only answers can be trained on")
     is_target = is_trained(parsed.pop("weight", None), parsed.pop("train", None), label) and role == "assistant"
-    require_json([message, parsed], label)  # of calls, the text may be their JSON text
+    require_json([message, parsed.get("tool_calls")], label)  # the calls of a message may be JSON text
     return parsed, is_target, unused
 
 

@@ -22,8 +22,14 @@ class Advice:
     """Ways out of the failures of a template with a tokenizer."""
 
     def __init__(self, template: str, tokenizer: Tokenizer, special: Mapping[str, int], names: Mapping[str, str]):
-        """See ChatFormat. special: name of each special token that the template may write -> its id; names: text of each
-        template variable."""
+        """Keep what advice depends on.
+
+        Args:
+            template: Jinja text.
+            tokenizer: Tokenizer of the text.
+            special: Name of each special token that the template may write -> its id.
+            names: Text of each template variable.
+        """
         self._source = template
         self._tokenizer = tokenizer
         self._special = special

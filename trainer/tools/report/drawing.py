@@ -16,7 +16,7 @@ from trainer.tools.report.events import NAMES, OTHER
 from trainer.tools.report.figures import AXES, BANDS, MARKERS, MEANS, NOISY, Figure, Figures
 from trainer.tools.report.records import Curve
 from trainer.tools.report.run import Run
-from trainer.tools.report.thinning import thinned
+from trainer.tools.report.thinning import spread, thinned
 
 TIMELINE = "figure-events"
 _DASHES = ("solid", "dashed", "dotted", "dotdash")
@@ -94,9 +94,7 @@ def draw(figures: Figures, runs: Sequence[Run]) -> Drawing:
 
 def _axis(drawing: Drawing, curve: Curve) -> dict[str, int]:
     """Return some of the steps of a run, and tokens or hours at them. Between them, the page interpolates."""
-    chosen = np.unique(
-        np.linspace(0, max(0, len(curve.steps) - 1), min(_AXIS_POINTS, len(curve.steps))).astype(np.int64)
-    )
+    chosen = spread(len(curve.steps), _AXIS_POINTS)
     return {
         name: drawing.array(np.asarray(values)[chosen])
         for name, values in (("steps", curve.steps), ("values", curve.values))

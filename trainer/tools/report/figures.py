@@ -10,7 +10,7 @@ import numpy as np
 from trainer.tools.report.plan import Plan
 from trainer.tools.report.records import Curve
 from trainer.tools.report.run import Run
-from trainer.tools.report.thinning import group_means, points_per_curve, thinned
+from trainer.tools.report.thinning import group_means, points_per_curve, spread, thinned
 
 GROUPS: dict[str, dict[str, tuple[str, str]]] = {
     "Losses": {
@@ -148,7 +148,7 @@ class Figure:
     def rows(self) -> list[tuple[str, list[str]]]:
         """Return (step, value of each line) for steps that are spread evenly over the records."""
         steps = sorted({step for line in self.lines for step in line.curve.steps})
-        chosen = [steps[i] for i in np.unique(np.linspace(0, len(steps) - 1, min(_TABLE_ROWS, len(steps))).astype(int))]
+        chosen = [steps[i] for i in spread(len(steps), _TABLE_ROWS)]
         values = [dict(zip(line.curve.steps, line.curve.values, strict=True)) for line in self.lines]
         return [(f"{step:,}", [number(of[step]) if step in of else "" for of in values]) for step in chosen]
 

@@ -14,6 +14,11 @@ def points_per_curve(num_curves: int) -> int:
     return max(_FEWEST_POINTS, PAGE_POINTS // max(1, num_curves))
 
 
+def spread(count: int, limit: int) -> np.ndarray:
+    """Return the indices of at most `limit` of `count` values, spread evenly from the first to the last."""
+    return np.unique(np.linspace(0, max(0, count - 1), min(limit, count)).astype(np.int64))
+
+
 def thinned(values: Any, limit: int) -> np.ndarray:
     """Return the indices of at most `limit` + 2 values, in order. If there are more values, they are divided into groups of equal
     size. Of each group the smallest and the largest value are kept, and one value that is not finite, which is a gap of the
