@@ -1,7 +1,9 @@
 """The commands as a user runs them: output, exit codes, files, signals."""
 
+import contextlib
 import json
 import os
+import random
 import re
 import signal
 import socket
@@ -116,9 +118,11 @@ def test_gpus_are_counted_where_nvidia_smi_exists(tmp_path):
 
 
 def free_port():
-    with socket.socket() as listener:
-        listener.bind(("localhost", 0))
-        return str(listener.getsockname()[1])
+    """Return a free port below those that Linux gives to connections, of which another process might get it meanwhile."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 32_768)
+        with contextlib.suppress(OSError), socket.create_server(("localhost", port)):
+            return str(port)
 
 
 def two_nodes(command, *options):
@@ -339,7 +343,7 @@ STOPPED = r"stopped at step (\d+) \(checkpoint saved\); rerun the same command t
 
 def assert_saved_and_stopped(process, folder):
     out, errors = process.communicate(timeout=60)
-    assert (process.returncode, errors) == (0, "")
+    assert (process.returncode, errors) == (0, ""), errors
     step = int(re.search(STOPPED, out.splitlines()[-1])[1])
     assert [p.name for p in (folder / "checkpoints").iterdir()] == [f"step-{step:08d}"]
 

@@ -185,6 +185,7 @@ def test_a_process_that_waits_for_others_says_so_and_reacts_to_signals(start):
     for (name, process), number in zip(waiting.items(), (15, 2, 15, 1, 2), strict=True):
         line = process.stdout.readline()
         expected = re.escape(MEMBERS[name][1].replace("PORT", ports[name]))
+        assert line, (name, process.communicate())
         assert re.fullmatch(rf"[\d:]{{8}} (\[rank 1\] )?waiting until [\d:]{{8}} for {expected}\n", line), (name, line)
         process.send_signal(number)
         out, err = process.communicate(timeout=20)
