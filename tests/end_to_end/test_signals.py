@@ -91,6 +91,11 @@ def test_signals_that_the_parent_ignores_do_not_end_a_run(start, tmp_path):
     assert_saved_and_stopped(process, tmp_path / "tiny")
 
 
+SHORT_LIMITS = ["--resilience.hang_timeout_s", "8", "--distributed.timeout_s", "9"]
+"""A suspension counts as half of the first limit, so 4 s are left for a step beside other tests."""
+LONGER_S = 10
+
+
 def suspend(process, seconds):
     """Suspend all processes of a run after its next step. Return their ids."""
     await_step(process)
@@ -102,8 +107,8 @@ def suspend(process, seconds):
 
 def test_a_suspended_run_continues(start, tmp_path):
     """It is suspended for longer than the time limits of steps and of collectives."""
-    process = start(2, "--resilience.hang_timeout_s", "4", "--distributed.timeout_s", "5")
-    assert len(suspend(process, 9)) == 3
+    process = start(2, *SHORT_LIMITS)
+    assert len(suspend(process, LONGER_S)) == 3
     for _ in range(40):  # more than were in the pipe
         await_step(process)
     process.terminate()
@@ -112,9 +117,9 @@ def test_a_suspended_run_continues(start, tmp_path):
 
 def test_a_run_with_saves_and_evaluations_is_suspended_repeatedly(start, tmp_path):
     options = ["--checkpoint.async_mode", "thread", "--evaluation.interval_steps", "2"]
-    process = start(2, "--resilience.hang_timeout_s", "4", "--distributed.timeout_s", "5", *options)
+    process = start(2, *SHORT_LIMITS, *options)
     for _ in range(2):
-        suspend(process, 6)
+        suspend(process, LONGER_S)
     for _ in range(40):  # more than were in the pipe
         await_step(process)
     process.terminate()
