@@ -1,9 +1,7 @@
 """The commands as a user runs them: output, exit codes, files, signals."""
 
-import contextlib
 import json
 import os
-import random
 import re
 import signal
 import socket
@@ -14,6 +12,7 @@ import time
 import pytest
 
 from tests.conftest import ROOT
+from tests.ports import free_port
 from tests.training_runs import records
 
 SCRIPT = str(ROOT / "run_llama_train.sh")
@@ -115,14 +114,6 @@ def test_gpus_are_counted_where_nvidia_smi_exists(tmp_path):
     done = call(SCRIPT, "--training.stepz", "5", PATH=f"{tmp_path}:{os.environ['PATH']}")
     line = "--training.stepz: unknown setting; did you mean '--training.steps'?\n"
     assert (done.returncode, done.stdout, done.stderr) == (2, "", line)
-
-
-def free_port():
-    """Return a free port below those that Linux gives to connections, of which another process might get it meanwhile."""
-    while True:
-        port = random.SystemRandom().randrange(10_000, 32_768)
-        with contextlib.suppress(OSError), socket.create_server(("localhost", port)):
-            return str(port)
 
 
 def two_nodes(command, *options):

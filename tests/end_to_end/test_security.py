@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 from tests.checkpoint.test_commit import TENSORS, load, save
 from tests.conftest import ROOT
-from tests.end_to_end.test_commands import free_port
+from tests.ports import free_port
 from tests.test_layering import SOURCES, name_of
 from tests.training_runs import train
 from trainer.base.config import CheckpointConfig, ConfigError

@@ -18,9 +18,9 @@ from tests.end_to_end.test_commands import (
     assert_saved_and_stopped,
     await_step,
     environment,
-    free_port,
     ranks_of,
 )
+from tests.ports import free_port, free_ports
 from tests.training_runs import records
 
 
@@ -182,7 +182,7 @@ MEMBERS = {
 
 
 def test_a_process_that_waits_for_others_says_so_and_reacts_to_signals(start):
-    ports = {name: free_port() for name in MEMBERS}
+    ports = dict(zip(MEMBERS, free_ports(len(MEMBERS)), strict=True))
     waiting = {
         name: start(1, MASTER_ADDR="localhost", MASTER_PORT=ports[name], **variables)
         for name, (variables, _) in MEMBERS.items()

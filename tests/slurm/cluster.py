@@ -8,10 +8,11 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from datetime import datetime, timedelta
 from pathlib import Path
 
+from tests.ports import free_ports
 from trainer.base.system.process import die_with_parent
 
 NODES = ("127.0.0.1", "127.0.0.2")
@@ -56,12 +57,6 @@ PartitionName=urgent Nodes=127.0.0.1,127.0.0.2 PriorityTier=2
 """Each node claims the GPUs and CPUs that train.sbatch requests, so that the file runs as shipped."""
 
 
-def _free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [listener.getsockname()[1] for listener in sockets]
-
-
 def wait_until(condition: Callable[[], object], what: Callable[[], str], timeout_s: float = 180) -> None:
     """Wait until a condition holds. After timeout_s, fail with the text of `what`."""
     deadline = time.monotonic() + timeout_s
@@ -86,7 +81,7 @@ class Cluster:
         for i in range(8):
             (self.folder / f"gpu{i}").symlink_to("/dev/null")
         (self.folder / "gres.conf").write_text(f"Name=gpu File={self.folder}/gpu[0-7]\n")
-        values = {"host": socket.gethostname().partition(".")[0], "user": getpass.getuser(), "ports": _free_ports(3)}
+        values = {"host": socket.gethostname().partition(".")[0], "user": getpass.getuser(), "ports": free_ports(3)}
         (self.folder / "slurm.conf").write_text(CONFIG.format(folder=self.folder, **values))
         files = {"key-file": "munge.key", "socket": "munge.sock", "pid-file": "munged.pid", "seed-file": "munge.seed"}
         options = [f"--{option}={self.folder / name}" for option, name in files.items()]

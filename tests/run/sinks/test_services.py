@@ -5,7 +5,6 @@ import json
 import os
 import pty
 import signal
-import socket
 import struct
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
+from tests.ports import free_port
 from tests.run.sinks.runs import FLAGS, STEPS, Process, logged_run, opened, record, recorded, train, wait_for
 from tests.training_runs import combine, in_folder
 from trainer.base.config import ConfigError, MetricsConfig
@@ -377,7 +377,7 @@ def test_wandb_without_an_api_key_does_not_ask_at_the_terminal(tmp_path):
 @contextmanager
 def mlflow_server(folder, port):
     """Start MLflow's server and wait until it answers."""
-    command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
+    command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", port, "--workers", "1"]
     command += ["--backend-store-uri", f"sqlite:///{folder / 'server.db'}"]
     with (folder / "server.log").open("a") as log:
         environment = os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}  # ten processes fewer
@@ -398,8 +398,7 @@ def mlflow_server(folder, port):
 
 @pytest.mark.skipif(not find_spec("flask"), reason="the complete package mlflow, which contains the server, is absent")
 def test_a_server_of_mlflow_that_is_killed_and_restarted_gets_all_values(tmp_path, capsys):
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     uri = f"http://127.0.0.1:{port}"
     run = logged_run(tmp_path, project="server", mlflow_tracking_uri=uri)
     with opened(run, MLflow) as process:
