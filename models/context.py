@@ -18,6 +18,9 @@ class Context(NamedTuple):
     """Index of each token's document in its sample, (batch, seq), int64. -1 outside all documents."""
     samples: Tensor
     """Index of each row's sample, (batch,), int64."""
+    last_readers: Tensor | None = None
+    """Index in the sample of the last token that attends to each token, (batch, seq), int64, where documents share the tokens
+    before them. None: tokens attend to all earlier tokens of their own document, or sample."""
     rope: Any = None
     """Positional encoding of the block's kind: result of LayerKind.rope. None outside the blocks, and in layers without one."""
     mask: Any = None

@@ -100,18 +100,18 @@ def test_losses_of_averages_are_not_compared_with_losses_of_weights():
 @pytest.mark.parametrize(("data", "steps", "best"), [("a", [10, 20], 10), ("b", [10, 20], 0), ("a", [20], 0)])
 def test_the_best_step_is_ignored_if_its_data_or_its_checkpoint_is_gone(data, steps, best):
     before = BestTracker(EvaluationConfig(keep_best_on="other"), "a")
-    before.update("other", 2.0)
+    before.update("other", {"loss": 2.0})
     before.before_save(10)
     after = BestTracker(EvaluationConfig(keep_best_on="other"), data)
     after.load_state(json.loads(json.dumps(before.state())), steps)
     assert after.step == best
-    after.update("other", 2.5)
+    after.update("other", {"loss": 2.5})
     assert after.pending == (best == 0)
 
 
 def test_an_unknown_dataset_in_keep_best_on_is_an_error(ranks, two_datasets, tmp_path):
     with pytest.raises(
-        RankError, match=r"evaluation\.keep_best_on: unknown evaluation dataset; available: held_out, other"
+        RankError, match=r"evaluation\.keep_best_on: unknown evaluation dataset or task; available: held_out, other"
     ):
         run(ranks, two_datasets[0], tmp_path, "--evaluation.keep_best_on", "ohter")
 

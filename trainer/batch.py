@@ -28,6 +28,8 @@ class Batch(NamedTuple):
     reference: Tensor | None = None
     """Log-probability of each document's targets under the reference model, in fp32, at the document's first token. Other
     positions are zero. None if the loss needs no reference."""
+    last_readers: Tensor | None = None
+    """See Context."""
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "Batch":
         """Apply a function to each tensor."""

@@ -1,7 +1,8 @@
 """Construction of the Trainer of a run and of all its components."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -31,7 +32,7 @@ from trainer.evaluate import Evaluator
 from trainer.inference.samples import SampleGenerator
 from trainer.initial_model import InitialModel
 from trainer.objective.objective import Objective
-from trainer.parallel.attention import CPU_BACKEND, GPU_BACKEND
+from trainer.parallel.attention import attention_backend, attention_by_document
 from trainer.parallel.mesh import Meshes
 from trainer.resilience.early_stopping import EarlyStopping
 from trainer.resilience.guard import StepMonitor
@@ -47,9 +48,11 @@ from trainer.run.sinks import build_sinks
 from trainer.run.sinks.sink import LoggedRun
 from trainer.run.training_data import TrainingData, partition_of_batch, prepare_and_open
 from trainer.runtime import device as devices
+from trainer.runtime.device import DTYPES
 from trainer.runtime.distributed import run_on_rank_0
 from trainer.runtime.host_memory import keep_freed_memory
 from trainer.state import TrainState
+from trainer.tasks import TaskEvaluator
 from trainer.trainer import Trainer
 
 
@@ -79,7 +82,7 @@ def build_trainer(
     _set_up_process(config, device)
     meshes = _build_meshes(config, resolved, device)
     # On the meta device: until the checks have passed, they take no memory.
-    model_parts = build_model_parts(config, resolved, meshes, CPU_BACKEND if device.type == "cpu" else GPU_BACKEND)
+    model_parts = build_model_parts(config, resolved, meshes, attention_backend(device))
     run = check_run(config, resolved, point, prepare_and_open, model_parts.values(), device)
     partition = partition_of_batch(config.training, meshes.data["batch"])
     training_objective = objective or build_objective(config, resolved, meshes)
@@ -101,6 +104,7 @@ def build_trainer(
         data=TrainingData(run.config, replace(run.datasets, training=initial.training), partition, device),
         samples=_build_samples(run, resolved, initial, partition, device),
         evaluator=_build_evaluator(run, initial, partition, device, evaluation_objective),
+        tasks=_build_tasks(run, resolved, engine, meshes, partition),
         checkpoints=checkpoints,
         early_stopping=EarlyStopping(config.evaluation, checkpoints.best.identity),
         monitor=StepMonitor(config.resilience, engine.optimizer.device),
@@ -171,7 +175,7 @@ def _build_checkpoints(
         engine.device,
         tensors=engine.tensors,
         after_load=partial(engine.optimizer.sync_master_weights, state_loaded=True),
-        best=BestTracker(config.evaluation, run.datasets.evaluation_names.get(config.evaluation.keep_best_on, "")),
+        best=BestTracker(config.evaluation, run.identity_of(config.evaluation.criterion.name)),
         writer=writer,
         steps=config.training.steps,
         stored_names={
@@ -229,6 +233,40 @@ def _build_evaluator(
         device=device,
         steps=run.config.training.steps,
         objective=objective,
+    )
+
+
+def _build_tasks(
+    run: CheckedRun, resolved: ResolvedRun, engine: Engine, meshes: Meshes, partition: BatchPartition
+) -> TaskEvaluator:
+    training = run.config.training
+
+    @contextmanager
+    def by_document() -> Iterator[None]:
+        with ExitStack() as stack:
+            for part in engine.model_parts.values():
+                stack.enter_context(
+                    attention_by_document(
+                        part,
+                        resolved.structure,
+                        meshes.data["cp"],
+                        training.seq_len,
+                        DTYPES[training.compute_dtype],
+                        attention_backend(engine.device),
+                    )
+                )
+            yield
+
+    return TaskEvaluator(
+        config=run.config.evaluation,
+        tasks=run.tasks,
+        partition=partition,
+        device=engine.device,
+        steps=training.steps,
+        chunk_tokens=training.loss_chunk_tokens,
+        compiled=resolved.compiled,
+        by_document=nullcontext if run.config.data.document_mask else by_document,
+        folder=run.config.run.folder,
     )
 
 

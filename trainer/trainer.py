@@ -1,7 +1,7 @@
 """The training loop."""
 
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TextIO
@@ -32,6 +32,7 @@ from trainer.run.sinks.sink import Ending
 from trainer.run.training_data import TrainingData
 from trainer.runtime import device as devices
 from trainer.state import TrainState
+from trainer.tasks import TaskEvaluator, task_line
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +44,7 @@ class Trainer:
     engine: Engine
     data: TrainingData
     evaluator: Evaluator
+    tasks: TaskEvaluator
     samples: SampleGenerator
     checkpoints: CheckpointManager
     early_stopping: EarlyStopping
@@ -57,7 +59,7 @@ class Trainer:
     """Lock of the run folder, on rank 0."""
 
     def train(self) -> None:
-        """Train until training.steps are completed, the evaluation loss no longer falls, or any rank is asked to stop. Raises
+        """Train until training.steps are completed, the evaluations no longer improve, or any rank is asked to stop. Raises
         TrainingDiverged, SaveFailed or LoadingFailed."""
         start_s = time.monotonic()
         with acquire_lock(self.config.run.folder) or nullcontext():  # a run before this one may have released it
@@ -162,7 +164,7 @@ class Trainer:
             self._log_step(outcome, result)
             if straggler := self.stragglers.compare():
                 self.metrics.log_event({"kind": "straggler", "step": step} | straggler)
-        if self.evaluator.due(step):
+        if self.evaluator.due(step) or self.tasks.due(step):
             self.evaluate()
         stops_early = bool(self.early_stopping.reason(self.state))
         if self.samples.due(step) or (stops_early and self.samples.prompts):
@@ -184,22 +186,30 @@ class Trainer:
         self.metrics.log_step(self.state, outcome, self._lr(self.state.step), values)
 
     def evaluate(self) -> None:
-        """Evaluate on every evaluation dataset."""
-        if self.checkpoints.best.dataset:
+        """Evaluate on the evaluation datasets and on the tasks that are due."""
+        step, forward = self.state.step, self.engine.forward_backward
+        weights = " (averages)" if self.config.evaluation.averaged else ""
+        if self.checkpoints.best.criterion.name:
             self._wait_for_saves()
         devices.synchronize(self.engine.device)  # the section must not include the work of the step
         with self.watchdog.evaluating(), self._evaluated_weights():
-            for dataset in self.evaluator.datasets:
+            for dataset in self.evaluator.datasets if self.evaluator.due(step) else ():
                 with self.metrics.section("evaluation") as seconds:
-                    result = self.evaluator.run(dataset, self.engine.forward_backward, self.watchdog.loading)
-                self.early_stopping.observe(self.state, dataset.name, result["loss"])
-                is_best = self.checkpoints.best.update(dataset.name, result["loss"])
-                weights = " (averages)" if self.config.evaluation.averaged else ""
+                    result = self.evaluator.run(dataset, forward, self.watchdog.loading)
                 line = evaluation_line(f"{dataset.name}{weights}", result, self.evaluator.objective)
-                line += "; best so far" if is_best else ""
-                console.info(f"step {self.state.step} | {line}")
-                record = {"kind": "eval", "step": self.state.step, "dataset": dataset.name} | result
-                self.metrics.log_event(record | {"evaluation_time_s": seconds()})
+                self._log_result("eval", "dataset", dataset.name, line, result | {"evaluation_time_s": seconds()})
+            for task in self.tasks.due_tasks(step):
+                with self.metrics.section("tasks") as seconds:
+                    result = self.tasks.run(task, forward, self.watchdog.loading, step)
+                line = f"{task_line(f'{task.name}{weights}', task, result)} in {seconds():.1f} s"
+                self._log_result("task", "task", task.name, line, result | {"tasks_time_s": seconds()})
+
+    def _log_result(self, kind: str, key: str, name: str, line: str, result: Mapping[str, float]) -> None:
+        """Log the result of an evaluation dataset or of a task, and note whether it is the best one so far."""
+        self.early_stopping.observe(self.state, name, result)
+        best = "; best so far" if self.checkpoints.best.update(name, result) else ""
+        console.info(f"step {self.state.step} | {line}{best}")
+        self.metrics.log_event({"kind": kind, "step": self.state.step, key: name} | dict(result))
 
     def sample(self) -> None:
         """Generate a text from each prompt, and record the texts."""
@@ -247,9 +257,9 @@ class Trainer:
         return self._start()
 
     @property
-    def _parts(self) -> tuple[Metrics, Evaluator, SampleGenerator, CheckpointManager]:
+    def _parts(self) -> tuple[Metrics, Evaluator, TaskEvaluator, SampleGenerator, CheckpointManager]:
         """What is done after some steps."""
-        return self.metrics, self.evaluator, self.samples, self.checkpoints
+        return self.metrics, self.evaluator, self.tasks, self.samples, self.checkpoints
 
     def _start(self) -> Generator[Batch]:
         self.metrics.rewind(self.state.step)

@@ -1,10 +1,10 @@
-"""When the loss on an evaluation dataset no longer falls."""
+"""When the loss on an evaluation dataset, or the score of a task, no longer improves."""
 
 import math
 
 import pytest
 
-from trainer.base.config import EvaluationConfig
+from trainer.base.config import EvaluationConfig, TaskConfig
 from trainer.resilience.early_stopping import EarlyStopping
 from trainer.state import TrainState
 
@@ -18,8 +18,8 @@ def first_reason(stopping, losses):
     """Return the number of evaluations after which the run ends, and why."""
     state = TrainState()
     for count, loss in enumerate(losses, 1):
-        stopping.observe(state, "other", 0.0)
-        stopping.observe(state, "held_out", loss)
+        stopping.observe(state, "other", {"loss": 0.0})
+        stopping.observe(state, "held_out", {"loss": loss})
         state = TrainState.from_json(state.to_json())
         if reason := stopping.reason(state):
             return count, reason
@@ -43,10 +43,34 @@ def test_a_run_ends_after_evaluations_without_a_falling_loss(patience, min_delta
     assert first_reason(policy(patience, min_delta), losses) == (count, expected)
 
 
+@pytest.mark.parametrize(
+    ("metric", "values", "count", "reason"),
+    [
+        ("acc", [0.2, 0.4, 0.3, 0.35], 4, "acc on arc has not risen above 0.4000 by more than 0.01 in 2 evaluations"),
+        ("acc", [0.2, 0.25, 0.3, 0.35], 0, ""),
+        ("bits_per_byte", [1.0, 0.9, 0.95, 1.2], 4, "has not fallen below 0.9000 by more than 0.01 in 2 evaluations"),
+        ("bits_per_byte", [1.0, 0.9, 0.8, 0.7], 0, ""),
+    ],
+)
+def test_a_score_rises_and_bits_per_byte_fall(metric, values, count, reason):
+    tasks = {"arc": TaskConfig(path="arc.jsonl")}
+    settings = {"early_stopping_patience": 2, "early_stopping_min_delta": 0.01, "tasks": tasks}
+    stopping = EarlyStopping(EvaluationConfig(keep_best_on=f"arc/{metric}", **settings), "task")
+    state, ended = TrainState(), 0
+    for number, value in enumerate(values, 1):
+        stopping.observe(state, "held_out", {"loss": 0.0})
+        stopping.observe(state, "arc", {"acc": 0.0, "bits_per_byte": 0.0} | {metric: value})
+        if not ended and stopping.reason(state):
+            ended = number
+    assert ended == count
+    assert stopping.reason(state).endswith(reason)
+    assert bool(stopping.reason(state)) == bool(reason)
+
+
 def test_other_data_or_more_patience_continue_a_run_that_had_stopped():
     state = TrainState()
     for loss in (1.0, 2.0, 3.0):
-        policy(2).observe(state, "held_out", loss)
+        policy(2).observe(state, "held_out", {"loss": loss})
     assert policy(2).reason(state)
     assert not policy(3).reason(state)
     assert not policy(2, identity="other").reason(state)
@@ -55,12 +79,12 @@ def test_other_data_or_more_patience_continue_a_run_that_had_stopped():
 
 def test_a_rollback_restores_what_the_checkpoint_had_counted():
     saved, state = TrainState(), TrainState()
-    policy(2).observe(saved, "held_out", 1.0)
+    policy(2).observe(saved, "held_out", {"loss": 1.0})
     for loss in (1.0, 2.0, 3.0):
-        policy(2).observe(state, "held_out", loss)
+        policy(2).observe(state, "held_out", {"loss": loss})
     state.resume_from(saved)
     assert state.early_stopping == ["data", 1.0, 0]
-    policy(2).observe(state, "held_out", 2.0)
+    policy(2).observe(state, "held_out", {"loss": 2.0})
     assert saved.early_stopping == ["data", 1.0, 0]
 
 

@@ -1,22 +1,21 @@
-"""The checkpoint with the lowest evaluation loss."""
+"""The checkpoint with the lowest evaluation loss, or with the best score of a task."""
 
-import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from trainer.base.config import EvaluationConfig
 from trainer.base.system import console
 
 
 class BestTracker:
-    """Tracker of the checkpoint with the lowest loss on one evaluation dataset. This checkpoint is never pruned."""
+    """Tracker of the checkpoint that is the best one by [evaluation] keep_best_on. This checkpoint is never pruned."""
 
     def __init__(self, config: EvaluationConfig, data: str):
-        """data: name of the dataset's token store, which changes with the content of the dataset. It is "" if the dataset
+        """data: name of the dataset's token store, or hash of the task, which change with their content. It is "" if the dataset
         consists of documents held out of the training data."""
-        self.dataset = config.keep_best_on
+        self.criterion = config.criterion
         averaged = "/averaged" if config.averaged else ""
         self.identity = f"{config.keep_best_on}/{config.max_samples}/{data}{averaged}"
-        self._saved = self._previous = (0, math.inf)
+        self._saved = self._previous = (0, self.criterion.worst)
         self._pending: float | None = None
 
     @property
@@ -26,14 +25,20 @@ class BestTracker:
 
     @property
     def pending(self) -> bool:
-        """Whether the loss has improved since the last save."""
+        """Whether the loss or the score has improved since the last save."""
         return self._pending is not None
 
-    def update(self, dataset: str, loss: float) -> bool:
-        """Return whether the loss is the lowest so far. If so, the next checkpoint is the best one."""
-        is_best = dataset == self.dataset and loss < self._saved[1]
+    def update(self, name: str, result: Mapping[str, float]) -> bool:
+        """Return whether the result is the best one so far. If so, the next checkpoint is the best one.
+
+        Args:
+            name: Evaluation dataset or task.
+            result: Its metrics by name.
+        """
+        criterion = self.criterion
+        is_best = name == criterion.name and criterion.is_better(result[criterion.metric], self._saved[1])
         if is_best:
-            self._pending = loss
+            self._pending = result[criterion.metric]
         return is_best
 
     def before_save(self, step: int) -> None:
@@ -51,9 +56,9 @@ class BestTracker:
         """Restore the best step, unless the evaluation data changed or the checkpoint of this step no longer exists. steps: steps
         of the existing checkpoints."""
         valid = state[:1] == [self.identity] and state[1] in steps
-        if state and self.dataset and not valid:
+        if state and self.criterion.name and not valid:
             console.info(
                 f"ignoring the previous best step {state[1]}, because the evaluation changed (its data or [evaluation] "
                 "averaged), or that checkpoint is missing"
             )
-        self._saved, self._pending = (state[1], state[2]) if valid else (0, math.inf), None
+        self._saved, self._pending = (state[1], state[2]) if valid else (0, self.criterion.worst), None

@@ -48,6 +48,9 @@ def check_names(data: DataConfig, evaluation: EvaluationConfig) -> None:
     held_out, configs = held_out_names(data), dataset_configs(data)
     # A prepared store may have no held-out documents.
     require_new_names(evaluation.datasets, [held_out[name] for name in held_out if configs[name].dataset != "prepared"])
+    if name := next((name for name in held_out.values() if name in evaluation.tasks), ""):
+        message = "a task must not have the name of held-out documents; choose another name"
+        raise ConfigError(f"evaluation.tasks.{name}.path", message)
     require_evaluated(evaluation, [*held_out.values(), *evaluation.datasets])
 
 
@@ -59,11 +62,22 @@ def require_new_names(sets: Iterable[str], held_out: Collection[str]) -> None:
 
 
 def require_evaluated(evaluation: EvaluationConfig, names: Collection[str]) -> None:
-    """Raise ConfigError if keep_best_on is none of the names of the evaluation datasets."""
+    """Raise ConfigError if keep_best_on names neither an evaluation dataset nor a task with one of its metrics. names: of the
+    evaluation datasets."""
     best = evaluation.keep_best_on
-    if evaluation.interval_steps and best and best not in names:
-        available = f"available: {', '.join(names)}{did_you_mean(best, names)}"
-        raise ConfigError("evaluation.keep_best_on", f"unknown evaluation dataset; {available}")
+    name, _, metric = best.partition("/")
+    if name in evaluation.tasks:
+        measured = evaluation.tasks[name].measured
+        if metric not in ("", *measured):
+            message = f"{metric} is no metric of the task {name}, which has {', '.join(measured)}"
+            raise ConfigError("evaluation.keep_best_on", message + did_you_mean(metric, measured))
+        if not evaluation.interval_of(name):
+            message = f"the task {name} is not used; set its interval_steps, or [evaluation] interval_steps"
+            raise ConfigError("evaluation.keep_best_on", message)
+    elif evaluation.interval_steps and best and best not in names:
+        known = [*names, *evaluation.tasks]
+        available = f"available: {', '.join(known)}{did_you_mean(best, known)}"
+        raise ConfigError("evaluation.keep_best_on", f"unknown evaluation dataset or task; {available}")
 
 
 def all_dataset_configs(data: DataConfig, sets: Mapping[str, str]) -> Iterator[tuple[str, str, DataConfig]]:

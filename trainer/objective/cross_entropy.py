@@ -27,7 +27,7 @@ def _losses_and_gradient(
     softcap: float | None,
     grad_losses: Tensor | None,
     z_loss: float,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Return the cross-entropy of some tokens over the full vocabulary, their z-loss, and the gradient of both for the logits.
 
     Args:
@@ -41,8 +41,9 @@ def _losses_and_gradient(
         z_loss: Factor of the z-loss in what the gradient belongs to. 0: no z-loss is computed.
 
     Returns:
-        The cross-entropies and the squares of the log-sum-exp of the logits, each (tokens,) in fp32, and the gradient of this
-        rank's logits, (tokens, rows) in the weight's dtype. All are zero for tokens without a target.
+        The cross-entropies, the logit of each target minus the largest logit, and the squares of the log-sum-exp of the logits,
+        each (tokens,) in fp32, and the gradient of this rank's logits, (tokens, rows) in the weight's dtype. All but the second
+        are zero for tokens without a target.
     """
     logits = F.linear(hidden, weight).float()
     if softcap is not None:
@@ -65,13 +66,14 @@ def _losses_and_gradient(
         sums_and_targets = torch.stack((sums, target_logits * is_on_rank))
         dist.all_reduce(sums_and_targets, dist.ReduceOp.SUM, group)
         sums, target_logits = sums_and_targets
+    margins = target_logits.squeeze(1)
     losses = ((sums.log() - target_logits) * is_target).squeeze(1)
     squares = log_sums = None
     if z_loss:
         log_sums = sums.log() + largest
         squares = (log_sums.square() * is_target).squeeze(1)
     if grad_losses is None:
-        return losses, squares, None
+        return losses, margins, squares, None
     scale = is_target * grad_losses
     per_exponential = scale / sums
     if log_sums is not None:
@@ -89,11 +91,11 @@ def _losses_and_gradient(
     grad_logits = logits.to(weight.dtype)
     tokens = torch.arange(len(grad_logits), device=grad_logits.device)
     grad_logits[tokens, target_rows[:, 0]] = target_gradients[:, 0].to(weight.dtype)
-    return losses, squares, grad_logits
+    return losses, margins, squares, grad_logits
 
 
 @cache
-def _compiled_losses_and_gradient() -> Callable[..., tuple[Tensor, Tensor | None, Tensor | None]]:
+def _compiled_losses_and_gradient() -> Callable[..., tuple[Tensor, Tensor, Tensor | None, Tensor | None]]:
     return torch.compile(_losses_and_gradient, fullgraph=True, dynamic=False)
 
 
@@ -107,6 +109,8 @@ class _Results(NamedTuple):
 
     losses: Tensor
     """(tokens,), fp32."""
+    margins: Tensor | None
+    """Logit of each target minus the largest logit, (tokens,), fp32. Without gradients only."""
     squares: Tensor | None
     """Squares of the log-sum-exp of the logits, (tokens,), fp32."""
     grad_hidden: Tensor | None
@@ -141,6 +145,7 @@ class _Projection:
         """
         compute = _compiled_losses_and_gradient() if self.compiled and self.group is None else _losses_and_gradient
         losses = hidden.new_empty(hidden.shape[0], dtype=torch.float32)
+        margins = torch.empty_like(losses) if grad_losses is None else None
         squares = torch.empty_like(losses) if self.z_loss else None
         grad_hidden = grad_weight = None
         if grad_losses is not None:
@@ -150,9 +155,11 @@ class _Projection:
         for start in chunk_starts(hidden.shape[0], self.chunk_tokens):
             chunk = slice(start, start + self.chunk_tokens)
             grads = None if grad_losses is None else grad_losses[chunk]
-            losses[chunk], of_chunk, grad_logits = compute(
+            losses[chunk], own_margins, of_chunk, grad_logits = compute(
                 hidden[chunk], weight, self.labels[chunk], *shard, self.softcap, grads, self.z_loss
             )
+            if margins is not None:
+                margins[chunk] = own_margins
             if squares is not None:
                 squares[chunk] = of_chunk
             if grad_hidden is not None:
@@ -160,7 +167,7 @@ class _Projection:
             if grad_weight is not None:
                 addmm_fp32(grad_weight, grad_logits.T, hidden[chunk], is_first=start == 0)
             del grad_logits  # before the next chunk's logits are allocated
-        return _Results(losses, squares, grad_hidden, grad_weight)
+        return _Results(losses, margins, squares, grad_hidden, grad_weight)
 
 
 class _SummedLoss(torch.autograd.Function):
@@ -248,6 +255,18 @@ def token_losses(
     those of CrossEntropyHead and of its call."""
     args = _local_projection(labels, hidden, weight, softcap, chunk_tokens, compiled)
     return _TokenLosses.apply(*args).view_as(labels)
+
+
+@torch.no_grad()
+def token_log_probs(
+    labels: Tensor, hidden: Tensor, weight: Tensor, softcap: float | None, chunk_tokens: int, compiled: bool
+) -> tuple[Tensor, Tensor]:
+    """Return the log-probability of each target, (batch, seq) in fp32, which is zero for tokens without a target, and whether no
+    token is more likely, (batch, seq), boolean. The arguments are those of CrossEntropyHead and of its call."""
+    hidden, weight, projection = _local_projection(labels, hidden, weight, softcap, chunk_tokens, compiled)
+    results = projection.run(hidden, weight.to(hidden.dtype), None, trains_weight=False)
+    is_likeliest = (results.margins == 0).view_as(labels) | (labels == IGNORE_INDEX)
+    return -results.losses.view_as(labels), is_likeliest
 
 
 class CrossEntropyHead:

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from models.spec import Head
 from trainer.base.config import ConfigError
 from trainer.base.system import console
 from trainer.base.system.files import atomic_write, digest, read_json_object
@@ -22,9 +21,8 @@ from trainer.batch import Batch
 from trainer.data.sampling.loader import BatchPartition
 from trainer.data.sampling.mixture import CombinedSamples
 from trainer.data.sampling.samples import Samples
-from trainer.objective.cross_entropy import token_losses
+from trainer.objective.document_scores import DocumentScores
 from trainer.objective.objective import Readout
-from trainer.objective.preference import sum_by_document
 from trainer.runtime.distributed import all_gather_objects, first_problem
 
 _PART_SAMPLES = 1024
@@ -52,32 +50,6 @@ class ReferencedSamples:
             starts = np.flatnonzero(np.diff(batch.documents[row].numpy(), prepend=-1))  # of answers, then of padding
             reference[row, starts[: len(values)]] = values
         return batch._replace(reference=torch.from_numpy(reference))
-
-
-@dataclass(frozen=True, kw_only=True)
-class LogProbs:
-    """Readout of the log-probability of every document."""
-
-    num_documents: int
-    """Maximum number of documents of a sample."""
-    partition: BatchPartition
-    chunk_tokens: int
-    compiled: bool
-    """See CrossEntropyHead."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.partition.ranks, self.partition.local_batch_size, self.num_documents
-
-    def head(self, labels: Tensor, documents: Tensor, reference: Tensor | None) -> Head:
-        def head(hidden: Tensor, weight: Tensor, softcap: float | None = None) -> Tensor:
-            log_probs = -token_losses(labels, hidden, weight, softcap, self.chunk_tokens, self.compiled)
-            # The sum over all ranks contains the samples of all ranks, and all tokens of each sample.
-            result = log_probs.new_zeros(self.shape)
-            result[self.partition.rank] = sum_by_document(log_probs, documents, self.num_documents)
-            return result
-
-        return head
 
 
 @dataclass(kw_only=True)
@@ -161,7 +133,7 @@ class ReferenceStore:
         """
         size = partition.ranks * partition.local_batch_size
         most = int(np.diff(self.offsets).max())
-        log_probs = LogProbs(
+        readout = DocumentScores(
             num_documents=most,
             partition=partition,
             chunk_tokens=chunk_tokens,
@@ -174,7 +146,7 @@ class ReferenceStore:
             for start in range(first, stop, size):
                 index = start + partition.samples(np.zeros(1, np.int64))[0]
                 batch = self.samples[np.where(index < stop, index, -1)].to(device)
-                tables.append(read([batch], log_probs).cpu().numpy().reshape(size, most))
+                tables.append(readout.scores(read([batch], readout)).log_probs.numpy())
             counts = np.diff(self.offsets[first : stop + 1])
             values = np.concatenate(tables)[: stop - first][np.arange(most) < counts[:, None]]
             self.values = np.concatenate((self.values[: self.offsets[first]], values))

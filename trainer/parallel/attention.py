@@ -4,7 +4,8 @@ Each kind of layer has one mask per forward. On a CPU it is a dense tensor that 
 mask of flex_attention (Dong et al. 2024, arXiv:2412.05496), which skips fully masked blocks.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -37,6 +38,16 @@ class Mask(nn.Module):
         ranks, num_rows = self.cp.size(), documents.shape[1]
         tokens = torch.arange(num_rows * ranks, device=documents.device)
         rows = shard_tensor(tokens[None], self.cp.get_local_rank(), ranks)[0]  # the token index of each row
+        if self.by_document and context.last_readers is not None:
+            is_visible = self._visible_to_readers(rows, context)
+        else:
+            is_visible = self._visible_in_document(rows, documents)
+        batch = len(documents) if self.by_document else None
+        return self.create(is_visible, batch, None, num_rows, len(tokens), device=documents.device.type)
+
+    def _visible_in_document(self, rows: Tensor, documents: Tensor) -> Callable[..., Tensor]:
+        """Return the function (batch, head, row, column) -> whether the row's token attends to the column's. rows: index of each
+        row's token."""
         column_docs = all_gather_sequence(documents, self.cp, dim=1) if self.by_document else None
 
         def is_visible(batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
@@ -45,8 +56,21 @@ class Mask(nn.Module):
                 visible = visible & (rows[row] - column < self.window)
             return visible if column_docs is None else visible & (documents[batch, row] == column_docs[batch, column])
 
-        batch = len(documents) if self.by_document else None
-        return self.create(is_visible, batch, None, num_rows, len(tokens), device=documents.device.type)
+        return is_visible
+
+    def _visible_to_readers(self, rows: Tensor, context: Context) -> Callable[..., Tensor]:
+        """Return such a function for documents that share tokens. A window then counts positions: the tokens of other documents
+        stand between."""
+        last_readers = all_gather_sequence(context.last_readers, self.cp, dim=1)
+        positions, column_positions = context.positions, all_gather_sequence(context.positions, self.cp, dim=1)
+
+        def is_visible(batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
+            visible = (rows[row] >= column) & (rows[row] <= last_readers[batch, column])
+            if self.window is not None:
+                visible = visible & (positions[batch, row] - column_positions[batch, column] < self.window)
+            return visible
+
+        return is_visible
 
 
 def create_dense_mask(is_visible: Callable[..., Tensor], *sizes: int | None, device: str, dtype: torch.dtype) -> Tensor:
@@ -119,6 +143,10 @@ GPU_BACKEND = AttentionBackend(
 )
 
 
+def attention_backend(device: torch.device) -> AttentionBackend:
+    return CPU_BACKEND if device.type == "cpu" else GPU_BACKEND
+
+
 def is_plain(kind: LayerKind, seq_len: int, cp: int, by_document: bool) -> bool:
     """Return whether a layer has causal attention to all earlier tokens of the sample, without further operations on the scores.
 
@@ -169,15 +197,56 @@ def apply_attention(
         dtype: Dtype of the computation.
         recompute_gathers: Names of the blocks in which backward repeats the gather of keys and values.
     """
+    modules = _modules_of(model, structure, cp, seq_len, by_document, dtype, attention_backend, recompute_gathers)
+    for path, module in modules.items():
+        model.set_submodule(path, module)
+
+
+@contextmanager
+def attention_by_document(
+    model: nn.Module,
+    structure: Structure,
+    cp: DeviceMesh,
+    seq_len: int,
+    dtype: torch.dtype,
+    attention_backend: AttentionBackend,
+) -> Iterator[None]:
+    """Context manager in which attention ends at document boundaries, also if it does not in training. For the arguments see
+    apply_attention."""
+    modules = _modules_of(model, structure, cp, seq_len, True, dtype, attention_backend, ())
+    in_training = {path: model.get_submodule(path) for path in modules}
+    try:
+        for path, module in modules.items():
+            model.set_submodule(path, module)
+        yield
+    finally:
+        for path, module in in_training.items():
+            model.set_submodule(path, module)
+
+
+def _modules_of(
+    model: nn.Module,
+    structure: Structure,
+    cp: DeviceMesh,
+    seq_len: int,
+    by_document: bool,
+    dtype: torch.dtype,
+    attention_backend: AttentionBackend,
+    recompute_gathers: Collection[str],
+) -> dict[str, nn.Module]:
+    """Return path -> module of the masks and kernels of layers whose attention is not plain. See apply_attention."""
     replaced = {
         name: kind for name, kind in structure.kinds.items() if not is_plain(kind, seq_len, cp.size(), by_document)
     }
-    for name, kind in replaced.items():
-        model.set_submodule(f"{structure.masks}.{name}", attention_backend.mask(kind, cp, by_document, dtype))
-    for name, block in model.get_submodule(structure.blocks_path).named_children():
+    modules: dict[str, nn.Module] = {
+        f"{structure.masks}.{name}": attention_backend.mask(kind, cp, by_document, dtype)
+        for name, kind in replaced.items()
+    }
+    for name, _ in model.get_submodule(structure.blocks_path).named_children():
         if (kind := replaced.get(structure.layer_kinds[int(name)])) is None:
             continue
         kernel = attention_backend.attention(kind)
         if cp.size() > 1:
             kernel = AllGatherAttention(kernel, cp, name in recompute_gathers)
-        block.set_submodule(structure.attention, kernel)
+        modules[f"{structure.blocks_path}.{name}.{structure.attention}"] = kernel
+    return modules

@@ -21,7 +21,7 @@ from trainer.runtime import device as devices
 from trainer.runtime.step_timer import StepTimer
 from trainer.state import TrainState
 
-_NOT_TRAINING = ("evaluation", "samples", "checkpoint", "profiling")
+_NOT_TRAINING = ("evaluation", "tasks", "samples", "checkpoint", "profiling")
 """Phases that are not part of a step's duration."""
 
 
@@ -102,6 +102,7 @@ class Metrics:
             "step_time_s": step_time,
             **{f"{name}_time_s": seconds / num_steps for name, seconds in phases.items() if name not in _NOT_TRAINING},
             "evaluation_time_s": spent.get("evaluation", 0.0),
+            "tasks_time_s": spent.get("tasks", 0.0),
             "samples_time_s": spent.get("samples", 0.0),
             "checkpoint_time_s": spent.get("checkpoint", 0.0),
             "memory_peak_gib": max(devices.memory_peak(self.device), memory_end) / GIB,

@@ -26,6 +26,7 @@ from trainer.run.training_data import require_unchanged_mixture, with_steps
 from trainer.runtime import device as devices
 from trainer.runtime.distributed import run_on_rank_0
 from trainer.state import TrainState
+from trainer.tasks import Task, load_tasks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,11 +38,19 @@ class CheckedRun:
     text: TextFormat
     prompts: list[list[int]]
     """Tokens of each prompt of [samples]."""
+    tasks: list[Task]
+    """Tasks that the run uses."""
     weights: Weights | None
     """Those of checkpoint.init_from. None: the run starts from random weights, or its checkpoint replaces them."""
     datasets: Datasets | None
     """None only in a dry run, if a dataset is too large to be prepared in it."""
     eval_sets: list[EvalSet]
+
+    def identity_of(self, name: str) -> str:
+        """Return what changes with the content of an evaluation dataset or of a task. It is "" for documents that are held out
+        of the training data."""
+        identities = {} if self.datasets is None else dict(self.datasets.evaluation_names)
+        return (identities | {task.name: task.identity for task in self.tasks}).get(name, "")
 
 
 def check_run(
@@ -72,6 +81,7 @@ def check_run(
     run_on_rank_0(lambda: require_access(config.metrics))
     text = load_text_format(config, resolved)
     prompts = encode_prompts(config.samples, config.data, text.tokenizer, text.is_chat, config.training.seq_len)
+    tasks = load_tasks(config.evaluation, config.data, text.tokenizer, config.training.seq_len)
     if point is not None:
         require_same_tokenizer(point, config.tokenizer, text.tokenizer)
     check_memory(config, resolved, model_parts, device)
@@ -92,7 +102,15 @@ def check_run(
             require_unchanged_mixture(known, datasets, state)
             require_compatible(point, {"data": datasets.name})
         eval_sets = build_eval_sets(datasets.evaluation, known.evaluation, text.tokenizer.text_bytes)
-    return CheckedRun(config=known, text=text, prompts=prompts, weights=weights, datasets=datasets, eval_sets=eval_sets)
+    return CheckedRun(
+        config=known,
+        text=text,
+        prompts=prompts,
+        tasks=tasks,
+        weights=weights,
+        datasets=datasets,
+        eval_sets=eval_sets,
+    )
 
 
 def _open_weights(config: Config, resolved: ResolvedRun, point: ResumePoint | None) -> Weights | None:

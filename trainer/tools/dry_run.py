@@ -125,8 +125,9 @@ def _stopped_early(run: CheckedRun, state: TrainState) -> str:
     evaluation, datasets = run.config.evaluation, run.datasets
     if datasets is None and _is_identified_by_data(evaluation):
         return ""
-    name = "" if datasets is None else datasets.evaluation_names.get(evaluation.keep_best_on, "")
-    return EarlyStopping(evaluation, BestTracker(evaluation, name).identity).reason(state)
+    return EarlyStopping(
+        evaluation, BestTracker(evaluation, run.identity_of(evaluation.criterion.name)).identity
+    ).reason(state)
 
 
 def _is_identified_by_data(evaluation: EvaluationConfig) -> bool:

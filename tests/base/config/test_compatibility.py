@@ -549,13 +549,13 @@ CASES = {
         "--parallel.async_tensor_parallel true: needs a GPU with [parallel] tp > 1: the overlapped gathers use symmetric memory",
         ranks=2,
     ),
-    "[evaluation] interval_steps needs [data] held_out_fraction or [evaluation] datasets": Case(
+    "[evaluation] interval_steps needs [data] held_out_fraction, [evaluation] datasets or [evaluation] tasks": Case(
         "--data.held_out_fraction 0",
-        f"{ROOT}/train_configs/debug.toml [evaluation] interval_steps = 100: needs [data] held_out_fraction or [evaluation] datasets: without evaluation, set interval_steps = 0",
+        f"{ROOT}/train_configs/debug.toml [evaluation] interval_steps = 100: needs [data] held_out_fraction, [evaluation] datasets or [evaluation] tasks: without evaluation, set interval_steps = 0",
     ),
     "[evaluation] averaged needs [evaluation] interval_steps or [samples] prompts": Case(
         "--optimizer.ema_decay 0.9 --evaluation.averaged true --evaluation.interval_steps 0",
-        "--evaluation.averaged true: needs [evaluation] interval_steps or [samples] prompts: only evaluations and samples use these weights",
+        "--evaluation.averaged true: needs [evaluation] interval_steps or [samples] prompts: only evaluations, tasks and samples use these weights",
     ),
     "[checkpoint] load_step = best needs [evaluation] keep_best_on": Case(
         "--checkpoint.load_step best",

@@ -7,7 +7,7 @@ import pytest
 
 from tests.conftest import ROOT
 from trainer.base.config import Config, ConfigError
-from trainer.base.config.fields import settings
+from trainer.base.config.fields import options, settings
 from trainer.base.config.load import load_config
 from trainer.base.config.render import compatibility_as_markdown, help_text, settings_as_markdown, to_toml
 from trainer.base.config.toml_text import toml_value
@@ -329,6 +329,9 @@ def test_every_setting_has_a_docstring_and_is_in_help_and_docs():
     for setting in settings().values():
         assert setting.doc
         assert f"--{setting.key}" in text
+        for option in options(setting.key).values():
+            assert f"      .{option.name}: " in text
+            assert option.doc in text
     assert table.endswith(settings_as_markdown()), "run scripts/dev/generate_config_docs.py"
     pairs = (ROOT / "docs" / "compatibility.md").read_text()
     assert pairs.endswith(compatibility_as_markdown()), "run scripts/dev/generate_config_docs.py"

@@ -10,6 +10,7 @@ from trainer.base.config.schema.model import LoraConfig, ModelConfig, TokenizerC
 from trainer.base.config.schema.observation import EvaluationConfig, MetricsConfig, ProfilingConfig, SamplesConfig
 from trainer.base.config.schema.parallel import ActivationCheckpointConfig, CompileConfig, ExpertsConfig, ParallelConfig
 from trainer.base.config.schema.run import DistributedConfig, ResilienceConfig
+from trainer.base.config.schema.tasks import TaskConfig
 from trainer.base.config.schema.training import (
     GroupOptions,
     LrScheduleConfig,

@@ -18,6 +18,7 @@ from trainer.base.config.schema.condition import (
     Dataset,
     Differs,
     Either,
+    Evaluates,
     Fact,
     Facts,
     Known,
@@ -107,7 +108,7 @@ _CPU_OFFLOAD = When("parallel.cpu_offload")
 _FLOAT8 = When("training.float8")
 _GRADIENTS_OFFLOADED = When("optimizer.offload", ("state_and_gradients",))
 _GROUPS_OF_RANKS = When("parallel.reshard_after_forward", ("default", "always", "never"), negated=True)
-_HELD_OUT = Either((When("data.held_out_fraction"), When("evaluation.datasets")))
+_HELD_OUT = Either((When("data.held_out_fraction"), When("evaluation.datasets"), When("evaluation.tasks")))
 _IN_BACKWARD = When("optimizer.in_backward")
 _MUON = When("optimizer.name", ("muon",))
 _OFFLOADED = When("optimizer.offload")
@@ -212,13 +213,13 @@ ROWS: tuple[Row, ...] = (
     needs(When("evaluation.interval_steps"), _HELD_OUT, "without evaluation, set interval_steps = 0"),
     needs(
         When("evaluation.averaged"),
-        Either((When("evaluation.interval_steps"), When("samples.prompts"))),
-        "only evaluations and samples use these weights",
+        Either((Evaluates(), When("samples.prompts"))),
+        "only evaluations, tasks and samples use these weights",
     ),
     *(
-        needs(When(key, ("best",)), When(other), "evaluations choose the best checkpoint")
+        needs(When(key, ("best",)), other, "evaluations choose the best checkpoint")
         for key in ("checkpoint.load_step", "checkpoint.export_checkpoint")
-        for other in ("evaluation.keep_best_on", "evaluation.interval_steps")
+        for other in (When("evaluation.keep_best_on"), Evaluates())
     ),
     *(
         needs(
@@ -312,7 +313,7 @@ def _facts_of_settings(config: Config) -> dict[Fact, Known]:
     is_local = names_a_folder(source)
     steps_given = "training.steps" in config.origins or training.steps != settings()["training.steps"].default
     is_typed = data.dataset != "python_stdlib" or bool(data.datasets)
-    finds_best = config.evaluation.keep_best_on != "" and config.evaluation.interval_steps > 0
+    finds_best = config.evaluation.keep_best_on != "" and config.evaluation.evaluates
     exported = config.checkpoint.export_checkpoint if config.checkpoint.export_huggingface else "none"
     return {
         EXPORTS_BEST: Known(exported == "best" or (exported == "auto" and finds_best)),

@@ -9,7 +9,7 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, is_dataclass, replace
 from typing import Any
@@ -60,30 +60,41 @@ Layer = dict[str, Value]
 @functools.cache
 def settings() -> Mapping[str, Setting]:
     """Return "section.name" -> Setting, in the order of `Config`."""
-    sections = vars(Config())
-    docs = _docstrings({type(values).__module__ for values in sections.values() if is_dataclass(values)})
-    declared: dict[str, Setting] = {}
-    for section, values in sections.items():
-        cls = type(values)
-        types_ = typing.get_type_hints(cls)  # empty for Config.origins, which is not a section
-        for name, hint in typing.get_type_hints(cls, include_extras=True).items():
-            constraint = Constraint()
-            # First the constraints of an alias such as Steps, then those of the setting.
-            for given in getattr(hint, "__metadata__", ()):
-                changes = {k: v for k, v in vars(given).items() if v != getattr(Constraint, k)}
-                constraint = replace(constraint, **changes)
-            type_, is_table = types_[name], typing.get_origin(types_[name]) is Mapping
-            type_ = typing.get_args(type_)[1] if is_table else type_
-            doc, default = docs[f"{cls.__name__}.{name}"], getattr(values, name)
-            declared[f"{section}.{name}"] = Setting(section, name, type_, is_table, constraint, default, doc)
-    return declared
+    sections = {name: values for name, values in vars(Config()).items() if is_dataclass(values)}
+    return {s.key: s for section, values in sections.items() for s in _declared(section, values)}
 
 
-def _docstrings(modules: Iterable[str]) -> dict[str, str]:
-    """Return "Class.field" -> docstring that follows the field, for the classes of these modules."""
+@functools.cache
+def options(setting_key: str) -> Mapping[str, Setting]:
+    """Return name -> option of each entry of a table whose values are dataclasses, or {} for any other setting. The key of an
+    option contains NAME in place of the entry's name."""
+    setting = settings()[setting_key]
+    declared = _declared(f"{setting.key}.NAME", setting.type()) if is_dataclass(setting.type) else ()
+    return {option.name: option for option in declared}
+
+
+def _declared(section: str, values: Any) -> Iterator[Setting]:
+    """Yield the settings that a dataclass declares. values: instance with the defaults."""
+    cls = type(values)
+    types_, docs = typing.get_type_hints(cls), _docstrings(cls.__module__)
+    for name, hint in typing.get_type_hints(cls, include_extras=True).items():
+        constraint = Constraint()
+        # First the constraints of an alias such as Steps, then those of the setting.
+        for given in getattr(hint, "__metadata__", ()):
+            changes = {k: v for k, v in vars(given).items() if v != getattr(Constraint, k)}
+            constraint = replace(constraint, **changes)
+        type_, is_table = types_[name], typing.get_origin(types_[name]) is Mapping
+        type_ = typing.get_args(type_)[1] if is_table else type_
+        doc, default = docs[f"{cls.__name__}.{name}"], getattr(values, name)
+        yield Setting(section, name, type_, is_table, constraint, default, doc)
+
+
+@functools.cache
+def _docstrings(module: str) -> dict[str, str]:
+    """Return "Class.field" -> docstring that follows the field, for the classes of a module."""
     docs = {}
-    trees = (ast.parse(inspect.getsource(sys.modules[name])) for name in modules)
-    for cls in (node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)):
+    tree = ast.parse(inspect.getsource(sys.modules[module]))
+    for cls in (node for node in tree.body if isinstance(node, ast.ClassDef)):
         for member, text in itertools.pairwise(cls.body):
             match member, text:
                 case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(doc))):
@@ -124,7 +135,8 @@ def layer_of_value(setting: Setting, entry: str, raw: Any, origin: str, is_text:
 
     Args:
         setting: The setting.
-        entry: Which entry of a setting that is a table, otherwise "".
+        entry: Which entry of a setting that is a table, otherwise "". "entry.option" is an option of an entry that is a
+            dataclass, and "entry" then all its options.
         raw: A word of the command line, or a value of a TOML file.
         origin: What an error message begins with.
         is_text: Whether `raw` is a word of the command line.
@@ -132,6 +144,8 @@ def layer_of_value(setting: Setting, entry: str, raw: Any, origin: str, is_text:
     Raises:
         ConfigError: The value has another type, or is out of range, or the name of the entry is not valid.
     """
+    if is_dataclass(setting.type):
+        return _layer_of_options(setting, entry, raw, origin, is_text)
     try:
         if is_text:
             value = parse_texts(raw) if setting.constraint.multiline else parse_text(raw, setting.type)
@@ -147,6 +161,29 @@ def layer_of_value(setting: Setting, entry: str, raw: Any, origin: str, is_text:
     if not (entry.isidentifier() or is_printable):
         raise ConfigError("", f"{origin}: {entry!r} is not a valid name")
     return {f"{setting.key}.{entry}": Value(value, origin)}
+
+
+def _layer_of_options(setting: Setting, entry: str, raw: Any, origin: str, is_text: bool) -> Layer:
+    """Return the layer of one option, or of all given options, of an entry that is a dataclass. See layer_of_value."""
+    known, (name, _, option) = options(setting.key), entry.partition(".")
+    if not re.fullmatch("[A-Za-z0-9_-]+", name):
+        raise ConfigError("", f"{origin}: {name!r} is not a valid name; it must consist of letters, digits, _ and -")
+    given = {option: raw} if option else raw
+    if is_text and not option:
+        with suppress(ValueError):
+            given, is_text = _table_of_text(raw), False
+    if not isinstance(given, dict) or not given:
+        raise ConfigError("", f"{origin}: expected a table with one or more of {', '.join(known)}")
+    layer: Layer = {}
+    for key, value in given.items():
+        if key not in known:
+            raise ConfigError(
+                "", f"{origin}: unknown option {key}; it is one of {', '.join(known)}{did_you_mean(key, known)}"
+            )
+        of_entry = replace(known[key], section=f"{setting.key}.{name}")
+        own = origin if option else f"{origin}, {key}"
+        layer |= layer_of_value(of_entry, "", value, own, is_text)
+    return layer
 
 
 def coerce(raw: Any, type_: Any) -> Any:

@@ -2,7 +2,7 @@
 broken rule, and a likely fix if one is found."""
 
 from collections.abc import Collection, Sequence
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +80,12 @@ def _merged(layers: Sequence[Layer]) -> Config:
         for key, value in layer.items():
             section, name, *entry = key.split(".", 2)
             members = sections.setdefault(section, {})
-            members[name] = {**members[name], entry[0]: value.value} if entry else value.value
+            if entry and is_dataclass(type_ := settings()[f"{section}.{name}"].type):
+                entry_name, _, option = entry[0].partition(".")
+                changed = replace(members[name].get(entry_name, type_()), **{option: value.value})
+                members[name] = {**members[name], entry_name: changed}
+            else:
+                members[name] = {**members[name], entry[0]: value.value} if entry else value.value
             for named in (key, f"{section}.{name}"):
                 origins[named] = value.origin
     defaults = Config()

@@ -1,6 +1,6 @@
 """A configuration as text: TOML, --help, and the tables of docs/configuration.md and docs/coming_from.md."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
@@ -9,7 +9,7 @@ import tomli
 
 from trainer.base.config.compatibility import ROWS, restrictions
 from trainer.base.config.errors import ConfigError
-from trainer.base.config.fields import Setting, settings, type_name
+from trainer.base.config.fields import Setting, options, settings, type_name
 from trainer.base.config.foreign import foreign_names, read_foreign
 from trainer.base.config.pretrained import is_from_pretrained
 from trainer.base.config.schema.config import Config
@@ -114,6 +114,10 @@ def help_text() -> str:
             flag = f"--{s.key}.NAME" if s.is_table else f"--{s.key}"
             limits = f" ({_limits(s)})" if _limits(s) else ""
             lines += [f"  {flag}: {_type(s)}; default {toml_value(s.default)}{limits}", f"      {s.doc}"]
+            for option in options(s.key).values():
+                limits = f" ({_limits(option)})" if _limits(option) else ""
+                lines.append(f"      .{option.name}: {_type(option)}; default {toml_value(option.default)}{limits}")
+                lines.append(f"          {option.doc}")
     return "\n".join(lines)
 
 
@@ -121,17 +125,20 @@ def settings_as_markdown() -> str:
     """Return the tables of docs/configuration.md, one per section."""
     lines = []
     for section, members in groupby(settings().values(), attrgetter("section")):
-        lines += [
-            f"## [{section}]",
-            "",
-            "| key | type | default | unit, range, conditions | meaning |",
-            "|---|---|---|---|---|",
-        ]
-        for s in members:
-            cells = (f"`{s.name}`", _type(s), f"`{toml_value(s.default)}`", _limits(s), s.doc)
-            lines.append("| " + " | ".join(c.replace("|", "\\|") for c in cells) + " |")
-        lines.append("")
+        of_section = list(members)
+        lines += [f"## [{section}]", "", *_table(of_section), ""]
+        for s in of_section:
+            if known := options(s.key):
+                lines += [f"### [[{s.key}]]", "", *_table(known.values()), ""]
     return "\n".join(lines)
+
+
+def _table(shown: Iterable[Setting]) -> list[str]:
+    lines = ["| key | type | default | unit, range, conditions | meaning |", "|---|---|---|---|---|"]
+    for s in shown:
+        cells = (f"`{s.name}`", _type(s), f"`{toml_value(s.default)}`", _limits(s), s.doc)
+        lines.append("| " + " | ".join(c.replace("|", "\\|") for c in cells) + " |")
+    return lines
 
 
 def compatibility_as_markdown() -> str:

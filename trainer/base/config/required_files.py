@@ -9,6 +9,7 @@ from trainer.base.config.hub import is_dataset_name
 from trainer.base.config.packages import require_installed
 from trainer.base.config.schema.config import Config
 from trainer.base.config.schema.data import CHAT_DATASETS
+from trainer.base.config.schema.tasks import PYTHON_IDIOMS
 from trainer.base.system.files import folder_error
 from trainer.base.system.paths import exists, split_best
 from trainer.base.system.spelling import similar_path
@@ -31,6 +32,12 @@ def require_files(config: Config, sections: Collection[str]) -> None:
     for sink in config.metrics.sinks if "metrics" in sections else ():
         if sink in ("wandb", "mlflow", "trackio"):  # packages of these names
             require_installed(sink, "metrics.sinks")
+    for name, task in config.evaluation.tasks.items() if "evaluation" in sections else ():
+        if task.path != PYTHON_IDIOMS and not os.path.isfile(task.path):
+            problem = (
+                "is a folder, not a file" if os.path.isdir(task.path) else f"no such file{similar_path(task.path)}"
+            )
+            raise ConfigError(f"evaluation.tasks.{name}.path", problem)
     for key, type_, path in config.datasets():
         by_name = type_ == "huggingface" or (type_ in CHAT_DATASETS and is_dataset_name(path))
         if path and key.partition(".")[0] in sections and not by_name and not exists(path):

@@ -9,7 +9,7 @@ from typing import Any
 import tomli
 
 from trainer.base.config.errors import ConfigError
-from trainer.base.config.fields import Layer, layer_of_value, settings
+from trainer.base.config.fields import Layer, layer_of_value, options, settings
 from trainer.base.config.foreign import read_foreign, replacement
 from trainer.base.config.toml_text import toml_value
 from trainer.base.config.unknown_names import IN_FILE, REMOVED, WITHOUT_EFFECT, hint
@@ -63,13 +63,36 @@ def _values_of_key(file: str, section: str, name: str, raw: Any) -> Layer:
     origin = f"{file} [{section}] {name} = {toml_value(raw)}"
     if not setting.is_table:
         return layer_of_value(setting, "", raw, origin, is_text=False)
+    named = options(setting.key)
+    if named and isinstance(raw, list):
+        raw = _by_name(file, setting.key, raw)
     if not isinstance(raw, dict):
         raise ConfigError("", f"{origin}: expected a table")
     layer: Layer = {}
     for entry, value in raw.items():
+        if named and isinstance(value, dict) and value:
+            for option, given in value.items():
+                origin = f"{file} [{setting.key}.{entry}] {option} = {toml_value(given)}"
+                layer |= layer_of_value(setting, f"{entry}.{option}", given, origin, is_text=False)
+            continue
         origin = f"{file} [{setting.key}] {entry} = {toml_value(value)}"
         layer |= layer_of_value(setting, entry, value, origin, is_text=False)
     return layer
+
+
+def _by_name(file: str, key: str, tables: list[Any]) -> dict[str, Any]:
+    """Return name -> table of an array of tables, each of which has a name. Raises ConfigError."""
+    named: dict[str, Any] = {}
+    for table in tables:
+        name = table.get("name") if isinstance(table, dict) else None
+        if not isinstance(name, str):
+            raise ConfigError(
+                "", f'{file} [[{key}]] {toml_value(table)}: expected a table with a name, such as name = "arc"'
+            )
+        if name in named:
+            raise ConfigError("", f"{file} [[{key}]] name = {toml_value(name)}: another table has this name")
+        named[name] = {option: value for option, value in table.items() if option != "name"}
+    return named
 
 
 def _read_toml(file: str) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from dataclasses import is_dataclass
 
 
 def _toml_key(key: str) -> str:
@@ -19,6 +20,8 @@ def toml_value(value) -> str:
         return '"' + "".join(c if c.isprintable() else f"\\U{ord(c):08X}" for c in escaped) + '"'
     if isinstance(value, list | tuple):
         return "[" + ", ".join(toml_value(v) for v in value) + "]"
+    if is_dataclass(value):
+        value = vars(value)
     if isinstance(value, Mapping):
         return "{ " + ", ".join(f"{_toml_key(k)} = {toml_value(v)}" for k, v in value.items()) + " }" if value else "{}"
     return str(value)

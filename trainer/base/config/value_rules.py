@@ -17,6 +17,7 @@ from trainer.base.config.schema.data import (
     TYPES_THAT_NEED_PATH,
 )
 from trainer.base.config.schema.model import ModelFamily
+from trainer.base.config.schema.tasks import METRICS, PYTHON_IDIOMS, UNUSED, TaskConfig
 from trainer.base.config.schema.training import TrainingConfig
 from trainer.base.system.paths import BEST, path_error
 from trainer.base.system.spelling import did_you_mean
@@ -45,6 +46,8 @@ def _rules(config: Config) -> Iterator[tuple[str, object, str]]:
     """Yield (setting, whether its value breaks the rule, message) for every rule."""
     yield from _name_rules(config)
     yield from _dataset_rules(config)
+    for name, task in config.evaluation.tasks.items():
+        yield from _task_rules(config, f"evaluation.tasks.{name}", task)
     known = DOCUMENT_COLUMNS + MESSAGE_COLUMNS
     for column in config.data.columns:
         message = f"unknown field; it must be one of {', '.join(known)}{did_you_mean(column, known)}"
@@ -63,6 +66,38 @@ def _rules(config: Config) -> Iterator[tuple[str, object, str]]:
         f"must be below [distributed] timeout_s, {limit:g}: otherwise a collective fails before the hang is reported"
     )
     yield "resilience.hang_timeout_s", config.resilience.hang_timeout_s >= limit, message
+
+
+def _task_rules(config: Config, key: str, task: TaskConfig) -> Iterator[tuple[str, object, str]]:
+    name = key.rpartition(".")[2]
+    kind, default = f"kind = {task.kind}", TaskConfig()
+    yield f"{key}.path", not task.path, f"expected a file of questions, or {PYTHON_IDIOMS}"
+    problem = "" if task.path == PYTHON_IDIOMS else path_error(task.path)
+    yield f"{key}.path", problem, problem
+    message = "the name of a task differs from those of the evaluation datasets"
+    yield f"{key}.path", name in config.evaluation.datasets, message
+    for option in UNUSED[task.kind]:
+        is_given = getattr(task, option) != getattr(default, option)
+        yield f"{key}.{option}", is_given, f"has no effect on a task of {kind}"
+    other = next((metric for metric in task.metrics if metric not in METRICS[task.kind]), "")
+    message = f"{other} is no metric of {kind}, which has {', '.join(METRICS[task.kind])}"
+    yield f"{key}.metrics", other, message
+    twice = next((metric for metric in task.metrics if task.metrics.count(metric) > 1), "")
+    yield f"{key}.metrics", twice, f"names {twice} twice"
+    limit = config.training.seq_len
+    yield f"{key}.max_seq_len", task.max_seq_len > limit, f"must be at most [training] seq_len = {limit}"
+    yield f"{key}.stop", "" in task.stop, "must not contain an empty text"
+    problem = pattern_error(task.answer_pattern)
+    yield f"{key}.answer_pattern", problem, problem
+
+
+def pattern_error(pattern: str) -> str:
+    """Return why a text is no regular expression, or ""."""
+    try:
+        re.compile(pattern)
+    except (re.error, RecursionError, OverflowError) as error:
+        return f"is no regular expression: {error}"
+    return ""
 
 
 def _dataset_rules(config: Config) -> Iterator[tuple[str, object, str]]:

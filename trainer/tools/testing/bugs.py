@@ -224,14 +224,14 @@ def _z_loss_of_a_shard() -> AbstractContextManager:
 
     def wrong(
         hidden: Tensor, weight: Tensor, labels: Tensor, first_row: int, group: ProcessGroup | None, *rest: Any
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         *options, z_loss = rest
-        losses, _, gradient = original(hidden, weight, labels, first_row, group, *options, 0.0)
+        losses, margins, _, gradient = original(hidden, weight, labels, first_row, group, *options, 0.0)
         # With any target, because the gradient of the cross-entropy is subtracted again.
         own = hidden, weight, labels.clamp(max=0), 0, None
-        _, squares, of_both = original(*own, *options, z_loss)
-        _, _, of_loss = original(*own, *options, 0.0)
-        return losses, squares, None if gradient is None else gradient + of_both - of_loss
+        _, _, squares, of_both = original(*own, *options, z_loss)
+        _, _, _, of_loss = original(*own, *options, 0.0)
+        return losses, margins, squares, None if gradient is None else gradient + of_both - of_loss
 
     return patch.object(cross_entropy, "_losses_and_gradient", wrong)
 

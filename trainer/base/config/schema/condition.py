@@ -112,6 +112,22 @@ class Dataset:
 
 
 @dataclass(frozen=True)
+class Evaluates:
+    """The run evaluates, on datasets or on tasks that have an interval of their own."""
+
+    setting = "evaluation.interval_steps"
+    text = "[evaluation] interval_steps"
+    own_value = ""
+    facts = frozenset()
+
+    def holds(self, config: Settings, facts: "Facts") -> bool:
+        return config.value("evaluation.evaluates")
+
+    def key(self, config: Settings, facts: "Facts") -> str:
+        return self.setting
+
+
+@dataclass(frozen=True)
 class Fact:
     """Something about a run that its settings alone do not tell. Who knows it passes it to `compatibility.check`."""
 

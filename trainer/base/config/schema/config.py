@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from typing import Any, Literal
 
 from trainer.base.config.errors import ConfigError
@@ -66,7 +66,11 @@ class Config:
         if not error.key:
             return error.message
         section, _, name = error.key.partition(".")
-        default = f"[{section}] {name} = {toml_value(self.value(error.key))} (default)"
+        value, (owner, _, option) = self.value(error.key), name.rpartition(".")
+        entry = value.get(owner.partition(".")[2]) if isinstance(value, Mapping) else None
+        if is_dataclass(entry):
+            section, name, value = f"{section}.{owner}", option, getattr(entry, option)
+        default = f"[{section}] {name} = {toml_value(value)} (default)"
         return f"{self.origins.get(error.key, default)}: {error.message}"
 
     @contextmanager

@@ -4,9 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from trainer.base.config.schema.condition import When
+from trainer.base.config.schema.condition import Evaluates, When
 from trainer.base.config.schema.constraint import PER_NODE, Constraint, Steps, StepsOrZero
 from trainer.base.config.schema.facts import GPU
+from trainer.base.config.schema.tasks import FALLING, Criterion, TaskConfig
 
 PROFILED = Constraint(only_with=(When("profiling.first_step"),))
 SENT = Constraint(only_with=(When("metrics.sinks", ("wandb", "mlflow", "trackio")),))
@@ -17,18 +18,21 @@ PROMPTED = Constraint(only_with=(When("samples.prompts"),))
 @dataclass(frozen=True, kw_only=True)
 class EvaluationConfig:
     interval_steps: StepsOrZero = 0
-    """Number of steps between evaluations on held-out documents. An evaluation also follows the last step. 0: never evaluate."""
+    """Number of steps between evaluations on held-out documents. An evaluation also follows the last step. 0: never evaluate,
+    except with tasks that have an interval of their own."""
     max_samples: Annotated[int, Constraint(min=0, max=10**9, unit="samples")] = 0
     """Maximum number of samples per dataset in one evaluation; 0: all samples."""
     datasets: Annotated[Mapping[str, str], PER_NODE] = field(default_factory=dict)
     """Datasets used for evaluation only, in addition to held-out documents: datasets = { wiki = "jsonl:/data/wiki.jsonl" }."""
+    tasks: Mapping[str, TaskConfig] = field(default_factory=dict)
+    """Tasks that judge the model, such as multiple-choice questions (docs/tasks.md). Each is a table [[evaluation.tasks]] with a
+    name, or [evaluation.tasks.NAME]."""
     averaged: Annotated[bool, AVERAGED] = False
-    """Whether evaluations and samples use the averaged weights."""
-    keep_best_on: Annotated[
-        str, Constraint(only_with=(When("checkpoint.enabled"),), used_with=When("evaluation.interval_steps"))
-    ] = ""
-    """Name of an evaluation dataset. The checkpoint with the lowest loss on this dataset is always kept. It is the run's best
-    checkpoint, which commands and settings find as RUN_FOLDER@best."""
+    """Whether evaluations, tasks and samples use the averaged weights."""
+    keep_best_on: Annotated[str, Constraint(only_with=(When("checkpoint.enabled"),), used_with=Evaluates())] = ""
+    """Name of an evaluation dataset, or TASK/METRIC (the name alone: its first metric). The checkpoint with the lowest loss on
+    this dataset, or with the best score, is always kept. It is the run's best checkpoint, which commands and settings find as
+    RUN_FOLDER@best."""
     early_stopping_patience: Annotated[
         int,
         Constraint(
@@ -37,16 +41,34 @@ class EvaluationConfig:
             unit="evaluations",
             only_with=(
                 When("evaluation.keep_best_on"),
-                When("evaluation.interval_steps"),
+                Evaluates(),
             ),
         ),
     ] = 0
-    """Number of evaluations in a row in which the loss on keep_best_on does not fall, after which the run ends, with a checkpoint
-    and as after its last step. 0: never."""
+    """Number of evaluations in a row in which the loss on keep_best_on, or the score, does not improve, after which the run ends,
+    with a checkpoint and as after its last step. 0: never."""
     early_stopping_min_delta: Annotated[
         float, Constraint(min=0, max=1000, only_with=(When("evaluation.early_stopping_patience"),))
     ] = 0.0
-    """A loss counts as fallen only if it is below the lowest one so far by more than this."""
+    """A loss or a score counts as improved only if it is better than the best one so far by more than this."""
+
+    def interval_of(self, task: str) -> int:
+        """Return the number of steps between two uses of a task. 0: it is never used."""
+        return self.tasks[task].interval_steps or self.interval_steps
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether the run computes a loss on evaluation data, or a score."""
+        return bool(self.interval_steps or any(map(self.interval_of, self.tasks)))
+
+    @property
+    def criterion(self) -> Criterion:
+        """What keep_best_on names. A name with "/" is that of a task with a metric, because no dataset has one."""
+        name, _, metric = self.keep_best_on.partition("/")
+        if name not in self.tasks:
+            return Criterion(self.keep_best_on, "loss", True)
+        metric = metric or self.tasks[name].measured[0]
+        return Criterion(name, metric, metric in FALLING)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,84 @@
+"""Metrics of tasks: functions of the log-probabilities of continuations, or of generated texts, by kind of task.
+
+The metrics of choices with names of lm-evaluation-harness (Gao et al., version 0.4.13) are equal to its own. If several choices
+have the same value, the first one is chosen.
+"""
+
+import math
+import re
+import string
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from trainer.base.config import TaskConfig
+from trainer.data.tasks.questions import Question
+
+Values = dict[str, float]
+"""Metric -> value of one question. For bits_per_byte, its two parts: "bits" and "bytes"."""
+
+
+def choices_values(task: TaskConfig, question: Question, log_probs: np.ndarray, unconditional: np.ndarray) -> Values:
+    """Return the values of a question with choices.
+
+    Args:
+        log_probs: Log-probability of each choice, (choices,).
+        unconditional: The same after a context that says nothing, (choices,); (0,) if acc_mutual_info is not measured.
+    """
+    counted = question.continuations
+    if not task.count_leading_space:
+        counted = tuple(text.lstrip() for text in counted)
+    characters = np.array([max(1, len(text)) for text in counted])
+    num_bytes = np.array([max(1, len(text.encode())) for text in counted])
+    chosen = {"acc": log_probs, "acc_norm": log_probs / characters, "acc_bytes": log_probs / num_bytes}
+    if len(unconditional):
+        chosen["acc_mutual_info"] = log_probs - unconditional
+    values = {name: float(value.argmax() == question.right) for name, value in chosen.items()}
+    shares = np.exp(log_probs - log_probs.max())
+    values["right_probability"] = float(shares[question.right] / shares.sum())
+    return values | _bits(log_probs[question.right], num_bytes[question.right])
+
+
+def continuation_values(question: Question, log_prob: float, is_greedy: bool) -> Values:
+    """Return the values of a question with one continuation. is_greedy: whether each of its tokens is the most likely one."""
+    return {"acc": float(is_greedy)} | _bits(log_prob, max(1, len(question.continuations[0].encode())))
+
+
+def exact_values(task: TaskConfig, question: Question, text: str) -> Values:
+    """Return whether a generated text is one of the right answers."""
+    if task.answer_pattern:
+        matches = [match[1] if match.re.groups else match[0] for match in re.finditer(task.answer_pattern, text)]
+        text = (matches[-1] or "") if matches else ""
+    answers = {_normalized(task, answer) for answer in question.continuations}
+    return {"exact_match": float(_normalized(task, text) in answers)}
+
+
+def _normalized(task: TaskConfig, text: str) -> str:
+    if task.ignore_case:
+        text = text.lower()
+    if task.ignore_punctuation:
+        text = text.translate(str.maketrans("", "", string.punctuation))
+    return " ".join(text.split())
+
+
+def _bits(log_prob: float, num_bytes: int) -> Values:
+    return {"bits": float(-log_prob / math.log(2)), "bytes": float(num_bytes)}
+
+
+def means(task: TaskConfig, values: Sequence[Values]) -> dict[str, float]:
+    """Return the measured metrics of all questions: means, and all bits divided by all bytes."""
+    return {metric: _mean(metric, values) for metric in task.measured}
+
+
+def _mean(metric: str, values: Sequence[Values]) -> float:
+    if metric == "bits_per_byte":
+        return math.fsum(v["bits"] for v in values) / math.fsum(v["bytes"] for v in values)
+    return math.fsum(v[metric] for v in values) / len(values)
+
+
+def chance_levels(task: TaskConfig, questions: Sequence[Question]) -> Mapping[str, float]:
+    """Return the values of metrics if the choices were drawn at random, of those that have such a level."""
+    if task.kind != "choices":
+        return {}
+    level = math.fsum(1 / len(question.continuations) for question in questions) / len(questions)
+    return {metric: level for metric in task.measured if metric != "bits_per_byte"}

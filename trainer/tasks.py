@@ -1,0 +1,223 @@
+"""Tasks that judge the model while it trains, at intervals: questions whose answers are scored by the same Step that trains.
+
+No result depends on the layout, the batch size or the order of requests, except for rounding: a request is one document of a
+packed sample, whose attention ends at document boundaries, and each rank gets the scores of all samples.
+"""
+
+import json
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from trainer.base.config import ConfigError, DataConfig, EvaluationConfig, TaskConfig
+from trainer.base.system import console
+from trainer.base.system.files import atomic_write, digest
+from trainer.base.system.spelling import counted
+from trainer.data.prepare.encode import chat_format
+from trainer.data.sampling.loader import BatchPartition
+from trainer.data.tasks.encode import Request, encode_chat, encode_request
+from trainer.data.tasks.packed_requests import PackedRequests
+from trainer.data.tasks.questions import Question, read_questions
+from trainer.data.tokenizer.protocol import Tokenizer
+from trainer.objective.document_scores import DocumentScores
+from trainer.objective.task_metrics import (
+    Values,
+    chance_levels,
+    choices_values,
+    continuation_values,
+    means,
+)
+from trainer.parallel.step import Step
+from trainer.runtime.distributed import first_problem, run_on_rank_0
+from trainer.state import is_due
+
+FOLDER = "tasks"
+"""Folder of the results of single requests in the run folder."""
+Loading = Callable[[], AbstractContextManager[None]]
+"""Returns the context manager of the wait for one microbatch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """A task whose questions are tokens."""
+
+    name: str
+    config: TaskConfig
+    questions: Sequence[Question]
+    requests: Sequence[Sequence[Request]]
+    """Requests of each question: its choices, then, with acc_mutual_info, the same after a context that says nothing."""
+    packed: PackedRequests
+
+    @property
+    def identity(self) -> str:
+        """Hash of the options and of the questions."""
+        questions = [[q.key, q.requests, q.continuations, q.right] for q in self.questions]
+        return digest(json.dumps([asdict(self.config), questions]).encode())[:16]
+
+    @property
+    def chance(self) -> Mapping[str, float]:
+        return chance_levels(self.config, self.questions)
+
+
+def load_tasks(evaluation: EvaluationConfig, data: DataConfig, tokenizer: Tokenizer, seq_len: int) -> list[Task]:
+    """Read and encode the tasks that a run uses, collectively. Raises ConfigError if a task cannot be used.
+
+    Args:
+        evaluation: The tasks.
+        data: Settings of the training data, which name the chat template.
+        tokenizer: Tokenizer of the run.
+        seq_len: Length of the sequences in training.
+    """
+    tasks, key, problem = [], "", ""
+    for name, config in evaluation.tasks.items():
+        if not evaluation.interval_of(name):
+            continue
+        try:
+            tasks.append(_load_task(name, config, data, tokenizer, seq_len))
+        except ConfigError as error:
+            key, problem = error.key, error.message
+            break
+    if problem := first_problem(problem):
+        raise ConfigError(key, problem)
+    return tasks
+
+
+def _load_task(name: str, config: TaskConfig, data: DataConfig, tokenizer: Tokenizer, seq_len: int) -> Task:
+    key = f"evaluation.tasks.{name}"
+    questions, unused = read_questions(config, key)
+    if unused:
+        console.info(f"task {name}: these fields are not used: {', '.join(unused)}")
+    if tokenizer.bos is None and any(not context.rstrip() for q in questions for context, _ in _pairs(config, q)):
+        line = "the tokenizer has no BOS token, so EOS stands before continuations without a context"
+        console.info(f"task {name}: {line}")
+    max_tokens, render = config.max_seq_len or seq_len, None
+    if config.chat:
+        chat = chat_format(data, tokenizer)
+        render = lambda text: chat.prompt([{"role": "user", "content": text}])  # noqa: E731
+
+    def encode(context: str, continuation: str) -> Request:
+        if render is None or not context:
+            return encode_request(context, continuation, tokenizer, max_tokens, f"{key}.path")
+        return encode_chat(context, continuation, render, tokenizer, max_tokens, f"{key}.path")
+
+    requests = [[encode(*pair) for pair in _pairs(config, question)] for question in questions]
+    packed = PackedRequests.pack(requests, seq_len)
+    return Task(name=name, config=config, questions=questions, requests=requests, packed=packed)
+
+
+def _pairs(config: TaskConfig, question: Question) -> tuple[tuple[str, str], ...]:
+    second = question.unconditional if "acc_mutual_info" in config.measured else ()
+    return question.requests + second
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskEvaluator:
+    """Evaluation of the tasks, each at its interval and after the last step."""
+
+    config: EvaluationConfig
+    tasks: Sequence[Task]
+    partition: BatchPartition
+    device: torch.device
+    steps: int
+    """Total number of steps in the run."""
+    chunk_tokens: int
+    compiled: bool
+    """See CrossEntropyHead."""
+    by_document: Callable[[], AbstractContextManager[None]]
+    """Context manager in which attention ends at document boundaries."""
+    folder: Path
+    """Run folder."""
+
+    def due(self, step: int) -> bool:
+        return bool(self.due_tasks(step))
+
+    def due_tasks(self, step: int) -> list[Task]:
+        """Return the tasks that are used after a step."""
+        return [task for task in self.tasks if is_due(step, self.config.interval_of(task.name), self.steps)]
+
+    def run(self, task: Task, step: Step, loading: Loading, number: int) -> dict[str, float]:
+        """Return the metrics of a task, the numbers of its questions and tokens, collectively: the same on all ranks.
+
+        Args:
+            task: The task.
+            step: Of the training.
+            loading: See Loading.
+            number: Number of completed steps, which names the file of results.
+        """
+        with self.by_document():
+            log_probs, is_greedy, is_done = self._scores(task, step, loading)
+        values, first = [], 0
+        for question, requests in zip(task.questions, task.requests, strict=True):
+            own = slice(first, first := first + len(requests))
+            if is_done[own].all():  # otherwise the time was over before
+                values.append(_values(task.config, question, log_probs[own], is_greedy[own]))
+        if task.config.save_requests:
+            run_on_rank_0(lambda: self._save(task, log_probs, is_greedy, is_done, number))
+        result = means(task.config, values) if values else dict.fromkeys(task.config.measured, math.nan)
+        return result | {"num_questions": len(values), "num_tokens": task.packed.num_tokens}
+
+    def _scores(self, task: Task, step: Step, loading: Loading) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return the log-probability of each request, whether it is greedy, and whether both are known, each (requests,)."""
+        packed, limit, start = task.packed, task.config.time_limit_s, time.monotonic()
+        size = self.partition.ranks * self.partition.local_batch_size
+        readout = DocumentScores(
+            num_documents=packed.num_documents,
+            partition=self.partition,
+            chunk_tokens=self.chunk_tokens,
+            compiled=self.compiled,
+        )
+        # A continuation without tokens is in no sample.
+        is_done = np.array([not request.continuation for request in packed.requests], bool)
+        log_probs, is_greedy = np.zeros(len(is_done)), is_done.copy()
+        for first in range(0, len(packed), size):
+            if limit and first and run_on_rank_0(lambda: time.monotonic() - start > limit):
+                console.info(f"task {task.name}: stopped after time_limit_s = {limit:g}")
+                break
+            index = first + self.partition.samples(np.zeros(1, np.int64))[0]
+            with loading():
+                batch = packed[np.where(index < len(packed), index, -1)].to(self.device)
+            scores = readout.scores(step.read([batch], readout))
+            for row in range(first, min(first + size, len(packed))):
+                documents = packed.of_row(row)
+                log_probs[documents] = scores.log_probs[row - first, : len(documents)].numpy()
+                is_greedy[documents] = scores.is_greedy[row - first, : len(documents)].numpy()
+                is_done[documents] = True
+        return log_probs, is_greedy, is_done
+
+    def _save(self, task: Task, log_probs: np.ndarray, is_greedy: np.ndarray, is_done: np.ndarray, number: int) -> None:
+        """Write the result of each request as a JSON line."""
+        lines, first = [], 0
+        for question, requests in zip(task.questions, task.requests, strict=True):
+            for i in range(len(requests)):
+                result = {"log_prob": float(log_probs[first + i]), "is_greedy": bool(is_greedy[first + i])}
+                if is_done[first + i]:
+                    lines.append(json.dumps({"question": question.key, "request": i} | result))
+            first += len(requests)
+        folder = self.folder / FOLDER / task.name
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            atomic_write(folder / f"step-{number:08}.jsonl", "\n".join([*lines, ""]))
+        except OSError as error:
+            console.warning(f"task {task.name}: {folder} cannot be written ({error.strerror})")
+
+
+def _values(config: TaskConfig, question: Question, log_probs: np.ndarray, is_greedy: np.ndarray) -> Values:
+    """Return the values of one question. log_probs, is_greedy: of its requests, (requests,)."""
+    if config.kind == "continuation":
+        return continuation_values(question, float(log_probs[0]), bool(is_greedy[0]))
+    number = len(question.requests)
+    return choices_values(config, question, log_probs[:number], log_probs[number:])
+
+
+def task_line(name: str, task: Task, result: Mapping[str, float]) -> str:
+    """Return the console's text for the result of a task."""
+    shown = ", ".join(f"{metric} {result[metric]:.4f}" for metric in task.config.measured)
+    level = next(iter(task.chance.values()), None)
+    chance = "" if level is None else f" (chance {level:.3g})"
+    return f"{name}: {shown}{chance}, over {counted(int(result['num_questions']), 'question')}"
