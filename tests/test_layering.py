@@ -23,6 +23,7 @@ LAYERS: tuple[set[str], ...] = (
     {"trainer.objective", "trainer.adapters"},
     {"trainer.optim", "trainer.parallel", "trainer.resilience", "trainer.checkpoint"},
     {"trainer.evaluate", "trainer.inference"},
+    {"trainer.tasks"},
     {"trainer.run"},
     {"trainer.engine"},
     {"trainer.trainer", "trainer.initial_model"},
@@ -37,7 +38,7 @@ INNER_LAYERS: dict[str, tuple[set[str], ...]] = {
     "trainer.data": (
         {"trainer.data.tokenizer", "trainer.data.json_text"},
         {"trainer.data.chat", "trainer.data.sources", "trainer.data.store"},
-        {"trainer.data.sampling"},
+        {"trainer.data.sampling", "trainer.data.tasks"},
         {"trainer.data.prepare"},
         {"trainer.data.datasets"},
         {"trainer.data.build"},

@@ -33,6 +33,7 @@ NOTES = {
     "trainer.engine": "one optimizer step",
     "trainer.run": "metrics, run folder",
     "trainer.evaluate": "held-out loss",
+    "trainer.tasks": "scores of tasks",
     "trainer.inference": "load, generate",
     "trainer.optim": "updates",
     "trainer.parallel": "meshes, FSDP, step",
