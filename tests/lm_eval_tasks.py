@@ -53,9 +53,7 @@ def of_transformers(folder: Path, max_length: int, batch_size: int = 1):
     """Return lm-evaluation-harness's model of a folder in Hugging Face's format, in fp32 on the CPU."""
     from lm_eval.models.huggingface import HFLM
 
-    return HFLM(
-        pretrained=str(folder), dtype="float32", device="cpu", max_length=max_length, batch_size=batch_size
-    )
+    return HFLM(pretrained=str(folder), dtype="float32", device="cpu", max_length=max_length, batch_size=batch_size)
 
 
 def scores(results: dict, name: str) -> list[list[tuple[float, bool]]]:

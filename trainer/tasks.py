@@ -28,7 +28,7 @@ from trainer.data.tokenizer.protocol import Tokenizer
 from trainer.objective.document_scores import DocumentScores
 from trainer.objective.task_metrics import (
     Values,
-    chance_levels,
+    chance_level,
     choices_values,
     continuation_values,
     means,
@@ -61,8 +61,9 @@ class Task:
         return digest(json.dumps([asdict(self.config), questions]).encode())[:16]
 
     @property
-    def chance(self) -> Mapping[str, float]:
-        return chance_levels(self.config, self.questions)
+    def chance_level(self) -> dict[str, float]:
+        """Accuracy of choices that are drawn at random, by the name "chance", or {} for other kinds."""
+        return chance_level(self.config, self.questions)
 
 
 def load_tasks(evaluation: EvaluationConfig, data: DataConfig, tokenizer: Tokenizer, seq_len: int) -> list[Task]:
@@ -218,6 +219,5 @@ def _values(config: TaskConfig, question: Question, log_probs: np.ndarray, is_gr
 def task_line(name: str, task: Task, result: Mapping[str, float]) -> str:
     """Return the console's text for the result of a task."""
     shown = ", ".join(f"{metric} {result[metric]:.4f}" for metric in task.config.measured)
-    level = next(iter(task.chance.values()), None)
-    chance = "" if level is None else f" (chance {level:.3g})"
+    chance = "".join(f" (chance {level:.3g})" for level in task.chance_level.values())
     return f"{name}: {shown}{chance}, over {counted(int(result['num_questions']), 'question')}"

@@ -202,7 +202,8 @@ class Trainer:
                 with self.metrics.section("tasks") as seconds:
                     result = self.tasks.run(task, forward, self.watchdog.loading, step)
                 line = f"{task_line(f'{task.name}{weights}', task, result)} in {seconds():.1f} s"
-                self._log_result("task", "task", task.name, line, result | {"tasks_time_s": seconds()})
+                values = result | task.chance_level | {"tasks_time_s": seconds()}
+                self._log_result("task", "task", task.name, line, values)
 
     def _log_result(self, kind: str, key: str, name: str, line: str, result: Mapping[str, float]) -> None:
         """Log the result of an evaluation dataset or of a task, and note whether it is the best one so far."""

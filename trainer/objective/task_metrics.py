@@ -7,7 +7,7 @@ have the same value, the first one is chosen.
 import math
 import re
 import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -76,9 +76,8 @@ def _mean(metric: str, values: Sequence[Values]) -> float:
     return math.fsum(v[metric] for v in values) / len(values)
 
 
-def chance_levels(task: TaskConfig, questions: Sequence[Question]) -> Mapping[str, float]:
-    """Return the values of metrics if the choices were drawn at random, of those that have such a level."""
+def chance_level(task: TaskConfig, questions: Sequence[Question]) -> dict[str, float]:
+    """Return the accuracy of choices that are drawn at random, by the name "chance", or {} for other kinds."""
     if task.kind != "choices":
         return {}
-    level = math.fsum(1 / len(question.continuations) for question in questions) / len(questions)
-    return {metric: level for metric in task.measured if metric != "bits_per_byte"}
+    return {"chance": math.fsum(1 / len(question.continuations) for question in questions) / len(questions)}

@@ -84,7 +84,7 @@ def test_phases_are_parts_of_the_step_and_have_means(tmp_path):
 def test_planned_memory_is_drawn_only_beside_the_allocators_memory(tmp_path, is_gpu, planned):
     run = run_of(tmp_path, *(train_record(step, memory_peak_gib=1.0 + step) for step in (1, 2)))
     figures = figures_of([run], [Plan(1.5, {"parameters": 1.5}, "backward", is_gpu)])
-    assert titled(figures, "Peak memory of a rank").lines[0].planned == planned
+    assert titled(figures, "Peak memory of a rank").lines[0].level == planned
 
 
 def test_a_run_without_records_has_no_figures(tmp_path):

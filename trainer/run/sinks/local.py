@@ -40,7 +40,7 @@ class RemainingTime:
         step, done = record["step"], record["first_step"] - 1
         num_steps, num_samples = step - done, self.training.samples_between(done, step)
         left = self.training.samples_between(step, self.training.steps)
-        other = sum(record[f"{name}_time_s"] for name in ("evaluation", "samples", "checkpoint"))
+        other = sum(record[f"{name}_time_s"] for name in ("evaluation", "tasks", "samples", "checkpoint"))
         seconds = num_steps * record["step_time_s"] + other
         if self.is_first:  # it contains the compilation, so it counts only until there is another one
             self.is_first = False

@@ -70,8 +70,8 @@ class LoggedRun:
 
 
 def scalars(record: dict[str, Any]) -> dict[str, float]:
-    """Return the values of a record that are curves, by their names, such as train/loss and eval/held_out/loss."""
-    group = "/".join(filter(None, (record["kind"], record.get("dataset"))))
+    """Return the values of a record that are curves, by their names, such as train/loss, eval/held_out/loss and task/arc/acc."""
+    group = "/".join(filter(None, (record["kind"], record.get("dataset") or record.get("task"))))
     values = {k: v for k, v in record.items() if k not in _NOT_PLOTTED}
     values |= {f"{k}/{name}": v for k, inner in values.items() if isinstance(inner, dict) for name, v in inner.items()}
     return {f"{group}/{k}": v for k, v in values.items() if isinstance(v, int | float)}

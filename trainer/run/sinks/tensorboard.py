@@ -20,6 +20,7 @@ CHARTS = {
         "gradient norm": ["train/grad_norm"],
         "learning rate": ["train/learning_rate"],
     },
+    "tasks": {"score": ["task/.*/(acc.*|exact_match|chance)"], "bits per byte": ["task/.*/bits_per_byte"]},
     "speed": {
         "tokens per second": ["train/tokens_per_second"],
         "MFU in percent": ["train/mfu_percent"],

@@ -129,7 +129,7 @@ def _plot(name: str, x_range: Any, **options: Any) -> Any:
 
 
 def _lines(plot: Any, figure: Figure, drawing: Drawing) -> list[dict[str, Any]]:
-    """Draw a line for each run, and a horizontal one for its planned value."""
+    """Draw a line for each run, and a horizontal one for its level."""
     series = []
     for i, line in enumerate(figure.lines):
         tags, dash = [f"run-{line.color % _COLORS}", f"of-{i}"], _DASHES[line.color // _COLORS]
@@ -137,8 +137,8 @@ def _lines(plot: Any, figure: Figure, drawing: Drawing) -> list[dict[str, Any]]:
         plot.line([], [], line_width=1, line_alpha=_PALE, tags=[*tags, "pale"])
         plot.line([], [], line_width=1.5, line_dash=dash, tags=[*tags, "line"])
         plot.scatter([], [], size=5, tags=[*tags, "points"])
-        if line.planned is not None:
-            plot.line([0, 1], [line.planned] * 2, line_dash=[2, 3], line_width=2, tags=[*tags, "planned"])
+        if line.level is not None:
+            plot.line([0, 1], [line.level] * 2, line_dash=[2, 3], line_width=2, tags=[*tags, "level"])
         numbers = {"run": line.color, "steps": drawing.array(line.steps), "y": drawing.array(line.values)}
         if line.means is not None:
             means = line.means

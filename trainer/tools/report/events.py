@@ -6,9 +6,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from trainer.base.config.schema.tasks import FALLING, METRICS
 from trainer.base.system.spelling import counted
 from trainer.base.system.units import duration
-from trainer.tools.report.figures import in_words, number
+from trainer.tools.report.figures import in_words, main_scores, number
 from trainer.tools.report.plan import Plan
 from trainer.tools.report.records import Curve
 from trainer.tools.report.run import Run
@@ -16,6 +17,7 @@ from trainer.tools.report.run import Run
 NAMES = {
     "checkpoint": "save",
     "eval": "evaluation",
+    "task": "task",
     "rollback": "rollback",
     "skipped": "skipped steps",
     "not finite": "loss not finite",
@@ -25,6 +27,7 @@ NAMES = {
 }
 """Kind of an event -> its name on the page. Events of other kinds have the name of their kind."""
 OTHER = "other"
+METRICS_OF_TASKS = {metric for metrics in METRICS.values() for metric in metrics}
 _PER_KIND = 100
 """Maximum number of events of a kind in a table."""
 _SAMPLED_STEPS = 30
@@ -78,6 +81,9 @@ def _text_of(event: dict[str, Any]) -> str:
         name = event.get("dataset", "")
         more = [f"{in_words(key)[0]} {event[key]:.6g}" for key in ("perplexity", "bits_per_byte") if key in event]
         return ", ".join([f"{name}: loss {event['loss']:.6g}", *more])
+    if kind == "task":
+        shown = [f"{key} {value:.6g}" for key, value in event.items() if key in METRICS_OF_TASKS]
+        return f"{event['task']}: {', '.join(shown)}, over {counted(event['num_questions'], 'question', ',')}"
     if kind == "rollback":
         return f"training returned to the latest checkpoint; {counted(event['samples'], 'sample', ',')} skipped"
     if kind == "skipped":
@@ -146,9 +152,9 @@ class Cell:
 
 
 def evaluated(runs: Sequence[Run]) -> list[str]:
-    """Return the names of the curves with losses of evaluations."""
+    """Return the names of the curves with losses of evaluations, and of those that stand for tasks."""
     names = dict.fromkeys(name for run in runs for name in run.records.curves)
-    return [name for name in names if name.startswith("eval/") and name.endswith("/loss")]
+    return [*(name for name in names if name.startswith("eval/") and name.endswith("/loss")), *main_scores(runs)]
 
 
 def overview_of(run: Run, plan: Plan | str | None, losses: Sequence[str]) -> list[Cell]:
@@ -199,11 +205,13 @@ def overview_of(run: Run, plan: Plan | str | None, losses: Sequence[str]) -> lis
 
 
 def _best(name: str, curve: Curve) -> Cell:
-    """Return the smallest loss of an evaluation. name: of its curve."""
+    """Return the best loss of an evaluation, or the best score of a task, the first one of several. name: of its curve."""
+    evaluated_on, _, metric = name.partition("/")[2].rpartition("/")
+    sign = 1 if metric in ("loss", *FALLING) else -1
     pairs = zip(curve.values, curve.steps, strict=True)
-    value, step = min(((v, s) for v, s in pairs if math.isfinite(v)), default=(math.nan, 0))
-    text = [f"{value:.6g} at step {step:,}"] if step else []
-    return Cell(f"Best loss on {name.removeprefix('eval/').removesuffix('/loss')}", text, value)
+    value, step = min(((sign * v, s) for v, s in pairs if math.isfinite(v)), default=(math.nan, 0))
+    text = [f"{sign * value:.6g} at step {step:,}"] if step else []
+    return Cell(f"Best {metric} on {evaluated_on}", text, sign * value)
 
 
 def setting_cells(rows: Sequence[tuple[str, Sequence[str]]], index: int) -> list[Cell]:

@@ -19,6 +19,15 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "eval/*/perplexity": ("Perplexity on {}", ""),
         "eval/*/bits_per_byte": ("Bits per byte on {}", "bits"),
     },
+    "Tasks": {
+        "task/*/acc": ("Accuracy on {}", ""),
+        "task/*/acc_norm": ("Accuracy on {}, by log-probability per character", ""),
+        "task/*/acc_bytes": ("Accuracy on {}, by log-probability per byte", ""),
+        "task/*/acc_mutual_info": ("Accuracy on {}, by mutual information", ""),
+        "task/*/right_probability": ("Probability of the right choice on {}", ""),
+        "task/*/exact_match": ("Exact matches on {}", ""),
+        "task/*/bits_per_byte": ("Bits per byte of right answers on {}", "bits"),
+    },
     "Optimization": {
         "train/z_loss": ("Z-loss of the output's logits", ""),
         "train/grad_norm": ("Gradient norm before clipping", ""),
@@ -56,15 +65,19 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "eval/*/num_targets": ("Targets in {}", "tokens"),
         "eval/*/num_pairs": ("Pairs in {}", "pairs"),
         "eval/*/evaluation_time_s": ("Time of an evaluation on {}", "s"),
+        "task/*/num_questions": ("Questions of {}", "questions"),
+        "task/*/num_tokens": ("Tokens of {}", "tokens"),
+        "task/*/tasks_time_s": ("Time of the task {}", "s"),
         "train/num_targets": ("Targets of a step", "tokens"),
         "train/num_pairs": ("Pairs of a step", "pairs"),
         "train/evaluation_time_s": ("Time of evaluations since the last record", "s"),
+        "train/tasks_time_s": ("Time of tasks since the last record", "s"),
         "train/samples_time_s": ("Time of samples since the last record", "s"),
         "train/checkpoint_time_s": ("Time of saves since the last record", "s"),
     },
 }
-"""Group -> pattern of a curve's name -> (title, unit). {} is the name of the dataset. The title of any other curve is its key in
-words."""
+"""Group -> pattern of a curve's name -> (title, unit). {} is the name of the dataset or of the task. The title of any other curve
+is its key in words."""
 UNITS = {"_s": "s", "_gib": "GiB", "_percent": "%"}
 """End of a key -> unit."""
 PHASES = ("data", "forward", "backward", "pipeline", "reduction", "clip", "optimizer", "metrics", "other")
@@ -98,8 +111,9 @@ class Line:
     """Indices of the drawn points."""
     means: Curve | None = None
     """Means of groups of neighbouring records, if not all records are drawn."""
-    planned: float | None = None
-    """Planned value, which is drawn as a horizontal line."""
+    level: float | None = None
+    """Value that is drawn as a horizontal line."""
+    level_name: str = "planned"
 
     @property
     def steps(self) -> np.ndarray:
@@ -185,12 +199,19 @@ def figures_of(runs: Sequence[Run], plans: Sequence[Plan | str | None]) -> Figur
     figures = Figures(by_group={group: [] for group in GROUPS})
     names = sorted({name for run in runs for name in run.records.curves})
     phases = {f"train/{phase}_time_s" for phase in PHASES}
-    drawn = [name for name in names if name not in phases and name not in _DERIVED]
+    drawn = [name for name in names if name not in phases and name not in _DERIVED and not name.endswith("/chance")]
+    main = main_scores(runs)
     limit = points_per_curve(len(drawn) * len(runs))
     for name in drawn:
         curves = [(i, run.records.curves[name]) for i, run in enumerate(runs) if name in run.records.curves]
         group, order, title, unit = _describe(name)
-        if (value := _constant(curve for _, curve in curves)) is not None and group not in ("Losses", "Memory"):
+        if group == "Tasks" and name not in main:
+            group = "Other values"
+        if (value := _constant(curve for _, curve in curves)) is not None and group not in (
+            "Losses",
+            "Memory",
+            "Tasks",
+        ):
             figures.constants.append((title, f"{number(value)} {unit}".strip()))
             continue
         lines = [_line(runs[i].label, i, curve, limit) for i, curve in curves]
@@ -198,7 +219,10 @@ def figures_of(runs: Sequence[Run], plans: Sequence[Plan | str | None]) -> Figur
             for line in lines:
                 plan = plans[line.color]
                 # A CPU's measured memory contains more than tensors, so it is not compared.
-                line.planned = plan.peak_gib if isinstance(plan, Plan) and plan.is_gpu else None
+                line.level = plan.peak_gib if isinstance(plan, Plan) and plan.is_gpu else None
+        for line in lines if name in main and not name.endswith("/bits_per_byte") else ():
+            chance = runs[line.color].records.curves.get(f"{name.rpartition('/')[0]}/chance")
+            line.level, line.level_name = chance.values[-1] if chance else None, "chance"
         figures.by_group[group].append(Figure(f"{order:03}", title, unit, lines, group=group))
     for members in figures.by_group.values():
         members.sort(key=lambda figure: (figure.name, figure.title))
@@ -207,6 +231,14 @@ def figures_of(runs: Sequence[Run], plans: Sequence[Plan | str | None]) -> Figur
     for index, figure in enumerate(figures.all()):
         figure.name = f"figure-{index}"
     return figures
+
+
+def main_scores(runs: Sequence[Run]) -> list[str]:
+    """Return the names of the curves that stand for tasks: of each task, the first one in the records."""
+    first: dict[str, str] = {}
+    for name in (name for run in runs for name in run.records.curves if name.startswith("task/")):
+        first.setdefault(name.rpartition("/")[0], name)
+    return list(first.values())
 
 
 def _describe(name: str) -> tuple[str, int, str, str]:

@@ -69,7 +69,7 @@ class Plot {
     if (this.isTimeline) { this.#drawEvents(); return; }
     const drawn = this.isStack ? [this.#drawParts(start, end)] : this.shown.map((one) => this.#drawLine(one, start, end, options.smoothing));
     const values = (options.spikes && !this.isStack ? drawn.map(curves.withoutSpikes) : drawn).flatMap((some) => [...some]).filter(Number.isFinite);
-    for (const { roles } of this.shown) if (roles.planned) values.push(roles.planned.data_source.data.y[0]);
+    for (const { roles } of this.shown) if (roles.level) values.push(roles.level.data_source.data.y[0]);
     const isLog = options.log && !this.isStack && values.length > 0 && values.every((value) => value > 0);
     this.#setScale(isLog);
     this.model.y_range.setv(this.isStack ? { ...curves.range(values, false), start: 0 } : curves.range(values, isLog));
@@ -100,7 +100,7 @@ class Plot {
     roles.pale.data_source.data = isSmoothed && !isDense ? seen : nothing;
     roles.line.data_source.data = { x: line.x, y: line.y };
     roles.points.data_source.data = seen.x.length <= markers ? seen : nothing;
-    if (roles.planned) roles.planned.data_source.data = { x: [start, end], y: roles.planned.data_source.data.y };
+    if (roles.level) roles.level.data_source.data = { x: [start, end], y: roles.level.data_source.data.y };
     const inside = seen.y.filter((_, i) => seen.x[i] >= start && seen.x[i] <= end);
     return inside.length ? inside : seen.y;
   }

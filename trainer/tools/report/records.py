@@ -10,7 +10,7 @@ from typing import Any
 from trainer.base.system.files import parse_json_object, require_regular
 from trainer.run.sinks.sink import scalars
 
-CURVE_KINDS = ("train", "eval")
+CURVE_KINDS = ("train", "eval", "task")
 """Kinds of records whose numbers are curves. Records of all kinds but "train" are events."""
 
 
@@ -39,7 +39,7 @@ class Records:
     """What metrics.jsonl says of a run."""
 
     curves: dict[str, Curve] = field(default_factory=dict)
-    """Name, such as train/loss or eval/held_out/loss -> values."""
+    """Name, such as train/loss, eval/held_out/loss or task/arc/acc -> values."""
     events: list[dict[str, Any]] = field(default_factory=list)
     """Records of evaluations, saves and so on, and what follows from training records: rollbacks, skipped steps, losses that
     are not finite."""
@@ -141,8 +141,8 @@ def _parse(line: bytes) -> dict[str, Any] | None:
         record = parse_json_object(line)
     except ValueError:
         return None
-    step, kind, dataset = record.get("step"), record.get("kind"), record.get("dataset", "")
-    is_record = type(step) is int and 0 <= step < 2**53 and isinstance(kind, str) and isinstance(dataset, str)
+    step, names = record.get("step"), (record.get("kind"), record.get("dataset", ""), record.get("task", ""))
+    is_record = type(step) is int and 0 <= step < 2**53 and all(isinstance(name, str) for name in names)
     return record if is_record else None
 
 
