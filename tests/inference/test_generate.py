@@ -1,6 +1,7 @@
 """Generation: identical with and without a KV cache, on one and several ranks, here and in transformers."""
 
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -8,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 
 from tests.commands import run_script
@@ -18,7 +20,9 @@ from trainer.base.config import CheckpointConfig, TokenizerConfig
 from trainer.checkpoint.formats.export import export_run
 from trainer.data.chat.template_files import BUILT_IN
 from trainer.data.tokenizer.backends import DEFAULT_FILE, load_tokenizer
-from trainer.inference.generate import Sampling, TextGenerator, TextStream, sample
+from trainer.inference.engine import NON_FINITE, Request, Sampling, sample
+from trainer.inference.generate import TextGenerator
+from trainer.inference.text import TextStream
 from trainer.tools.testing.ranks import RankError
 
 CPU = torch.device("cpu")
@@ -60,7 +64,13 @@ def tied_run(ranks, tiny, tmp_path_factory):
 
 def generated(folder, prompt, max_new_tokens=12, sampling=GREEDY, max_seq_len=0):
     generator = TextGenerator.load(folder, torch.float32, CPU, max_seq_len, "")
-    return list(generator.generate(prompt, sampling, 0, (), max_new_tokens))
+    return tokens_of(generator, prompt, max_new_tokens, sampling)
+
+
+def tokens_of(generator, prompt, max_new_tokens, sampling=GREEDY, stop=()):
+    request = Request(prompt=prompt, sampling=sampling, stop_tokens=stop, max_new_tokens=max_new_tokens)
+    (answer,) = generator.generate([request])
+    return answer.tokens
 
 
 def generated_without_cache(folder, prompt, max_new_tokens, sampling):
@@ -68,8 +78,9 @@ def generated_without_cache(folder, prompt, max_new_tokens, sampling):
     generator = TextGenerator.load(folder, torch.float32, CPU, 0, "")
     tokens, rng = list(prompt), torch.Generator().manual_seed(0)
     for _ in range(max_new_tokens):
-        generator.cached_tokens = []
-        tokens.append(sample(generator._next_logits(tokens), sampling, rng))
+        generator.cache.tokens = {}
+        logits = generator.next_logits({0: tokens})[0, : generator.tokenizer.vocab_size]
+        tokens.append(sample(logits.double(), sampling, rng))
     return tokens[len(prompt) :]
 
 
@@ -97,7 +108,7 @@ def windowed_run(ranks, tiny, tmp_path_factory):
 def generated_in_turns(folder, prompts):
     """Generate with one cache, which contains the tokens of the previous prompt."""
     generator = TextGenerator.load(folder, torch.float32, CPU, 0, "")
-    return [list(generator.generate(prompt, GREEDY, 0, (), 3)) for prompt in prompts]
+    return [tokens_of(generator, prompt, 3) for prompt in prompts]
 
 
 def test_a_cache_of_a_window_is_recomputed_if_a_prompt_goes_too_far_back(ranks, windowed_run):
@@ -188,10 +199,10 @@ def chat_with_and_without_cache(folder):
     for question in ("Hello!", "What is 2 + 3?", "Thanks."):
         messages.append({"role": "user", "content": question})
         prompt = chat_format.prompt(messages)
-        num_cached = len(generator.cached_tokens)
-        tokens = list(generator.generate(prompt, GREEDY, 0, chat_format.end_of_turn, 8))
-        uncached.cached_tokens = []
-        assert tokens == list(uncached.generate(prompt, GREEDY, 0, chat_format.end_of_turn, 8))
+        num_cached = len(generator.cache.tokens.get(0, []))
+        tokens = tokens_of(generator, prompt, 8, stop=chat_format.end_of_turn)
+        uncached.cache.tokens = {}
+        assert tokens == tokens_of(uncached, prompt, 8, stop=chat_format.end_of_turn)
         turns.append((num_cached, len(tokens)))
         messages.append({"role": "assistant", "content": generator.tokenizer.decode(tokens)})
     return turns
@@ -215,18 +226,15 @@ def test_a_prompt_that_fills_the_context_window_is_an_error(ranks, chat_run):
     assert [len(tokens) for tokens in ranks(1).run(generated, chat_run, PROMPT, 12, GREEDY, 9)] == [3]
 
 
-def generated_from_nan(folder):
-    generator = TextGenerator.load(folder, torch.float32, CPU, 0, "")
-    with torch.no_grad():
-        next(generator._model.parameters()).fill_(float("nan"))
-    next(generator.generate(PROMPT, GREEDY, 0, (), 1))
-
-
-def test_a_model_with_non_finite_logits_is_an_error(ranks, chat_run):
-    with pytest.raises(
-        RankError, match="step-00000020: the model returns non-finite logits, so it cannot generate text"
-    ):
-        ranks(1).run(generated_from_nan, chat_run)
+def test_a_model_with_non_finite_logits_is_an_error(chat_run, tmp_path):
+    folder = Path(shutil.copytree(chat_run / "huggingface", tmp_path / "model"))
+    (file,) = folder.glob("*.safetensors")
+    safetensors.torch.save_file({k: t.fill_(math.nan) for k, t in safetensors.torch.load_file(file).items()}, file)
+    code, out, err = script(folder, "--prompt", "x")
+    assert (code, out) == (2, "x")
+    assert err == f"{folder}: the model returns non-finite logits, so it cannot generate text"
+    code, out, err = script(folder, "--prompt", "x", "--prompt", "y")
+    assert (code, out, err) == (0, f"x{NON_FINITE}\ny{NON_FINITE}\n", "")
 
 
 @pytest.mark.parametrize(
@@ -274,8 +282,8 @@ def test_a_checkpoint_remembers_the_split_pattern_of_its_tiktoken_file(ranks, ti
 
 def text_prompt_and_answer(folder, text):
     generator = TextGenerator.load(folder, torch.float32, CPU, 0, "")
-    prompt = generator.text_prompt(text)
-    return prompt, list(generator.generate(prompt, GREEDY, 0, (), 4))
+    prompt = generator.text_request(text).prompt
+    return prompt, tokens_of(generator, prompt, 4)
 
 
 def test_a_run_with_a_tekken_json_trains_resumes_generates_and_is_exported(ranks, tiny, tmp_path):

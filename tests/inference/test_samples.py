@@ -1,6 +1,7 @@
 """Samples during training: the texts of generation, in any layout, without an effect on training."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,8 +17,8 @@ from tests.training_runs import (
     trainer_from,
 )
 from trainer.base.system.files import read_json_lines
-from trainer.inference.generate import Sampling, TextGenerator, TextStream
-from trainer.inference.samples import NON_FINITE
+from trainer.inference.engine import NON_FINITE, Sampling
+from trainer.inference.generate import TextGenerator
 
 SAMPLES = ["--samples.prompts", '["the ", "of and ", "to be"]', "--samples.interval_steps", "1"]
 SAMPLES += ["--samples.max_new_tokens", "4"]
@@ -42,18 +43,15 @@ def test_samples_do_not_change_training_by_a_bit(ranks, tiny, tmp_path, layout):
 def texts_of_generation(checkpoint, prompts, sampling, max_new_tokens, chat):
     """Return what scripts/generate.py prints after each prompt."""
     generator = TextGenerator.load(checkpoint, torch.float32, torch.device("cpu"), 0, "")
-    texts = []
+    requests = []
     for text in prompts:
+        request = generator.text_request(text, sampling=sampling, seed=5, max_new_tokens=max_new_tokens)
         if chat:
             chat_format = generator.chat_format()
             prompt, stop = chat_format.prompt([{"role": "user", "content": text}]), {*chat_format.end_of_turn}
-        else:
-            prompt, stop = generator.text_prompt(text), set()
-        stream = TextStream(generator.tokenizer, [] if chat else prompt[len(generator.tokenizer.prefix) :])
-        stop |= generator.stop
-        tokens = generator.generate(prompt, sampling, 5, stop, max_new_tokens)
-        texts.append("".join([*(stream.put(token) for token in tokens if token not in stop), stream.rest()]))
-    return texts
+            request = replace(request, prompt=prompt, continues=[], stop_tokens=stop | generator.stop)
+        requests.append(request)
+    return [answer.text for answer in generator.generate(requests)]
 
 
 @pytest.mark.parametrize("chat", [False, True])
