@@ -70,12 +70,12 @@ class CachedAttention(nn.Module):
         """First cached column, and the column after the last."""
 
     def reserve(self, rows: int, columns: int) -> None:
-        """Provide memory. The content of the rows is kept."""
+        """Provide memory. The first rows keep their content, if there is any."""
         size = columns if self.window is None else min(columns, 2 * self.window)  # it moves only when it is full
         old, used = self.kv_cache, self.end - self.first
         self.kv_cache = old.new_empty(rows, old.shape[1], size, old.shape[3])
         if used:
-            self.kv_cache[: len(old), :, :used] = old[:, :, :used]
+            self.kv_cache[:, :, :used] = old[:rows, :, :used]
 
     def truncate(self, length: int) -> bool:
         """Remove the columns from `length` on. Return False, and remove all, if the cache lacks columns that the token in this
