@@ -22,7 +22,6 @@ from trainer.data.chat.template_files import BUILT_IN
 from trainer.data.tokenizer.backends import DEFAULT_FILE, load_tokenizer
 from trainer.inference.engine import NON_FINITE, Request, Sampling, sample
 from trainer.inference.generate import TextGenerator
-from trainer.inference.text import TextStream
 from trainer.tools.testing.ranks import RankError
 
 CPU = torch.device("cpu")
@@ -219,6 +218,32 @@ def test_a_seed_determines_the_sampled_tokens(ranks, chat_run):
     assert first != ranks(1).run(generated, chat_run, PROMPT)
 
 
+def answer_until(folder, prompt, stop, end_of_text):
+    """Return the answer, and the texts that are shown while it grows."""
+    generator = TextGenerator.load(folder, torch.float32, CPU, 0, "")
+    shown = []
+    request = Request(prompt=prompt, sampling=GREEDY, stop=stop, stop_tokens=end_of_text, max_new_tokens=12)
+    (answer,) = generator.generate([request], lambda index, text: shown.append((index, text)))
+    return answer, shown
+
+
+def test_a_text_ends_before_a_string_even_if_it_begins_in_one_token_and_ends_in_another(ranks, chat_run):
+    ((answer, shown),) = ranks(1).run(answer_until, chat_run, PROMPT, [], ())
+    assert answer.end == "length" and "".join(text for _, text in shown) == answer.text
+    tokenizer = load_tokenizer(TokenizerConfig())
+    begin = len(tokenizer.decode(answer.tokens[:4]))
+    stop = answer.text[begin - 1 : begin + 1]
+    assert begin > 1 and stop in answer.text
+    ((stopped, shown),) = ranks(1).run(answer_until, chat_run, PROMPT, ["never", stop], ())
+    assert stopped.end == "string" and stopped.text == answer.text[: answer.text.index(stop)]
+    assert "".join(text for _, text in shown) == stopped.text and {index for index, _ in shown} == {0}
+    assert stopped.tokens == answer.tokens[: len(stopped.tokens)]
+    ((ended, _),) = ranks(1).run(answer_until, chat_run, PROMPT, ["never"], answer.tokens[3:4])
+    first = answer.tokens.index(answer.tokens[3])
+    assert (ended.end, ended.tokens) == ("token", answer.tokens[: first + 1])
+    assert ended.text == tokenizer.decode(answer.tokens[:first])
+
+
 def test_a_prompt_that_fills_the_context_window_is_an_error(ranks, chat_run):
     message = r"the prompt has 6 tokens; prompt and answer share a context window of 6 tokens \(--max-seq-len\)"
     with pytest.raises(RankError, match=message):
@@ -254,15 +279,6 @@ def test_sampling_draws_only_tokens_that_pass_its_filters(sampling, possible):
     logits = torch.tensor([0.55, 0.25, 0.15, 0.05], dtype=torch.float64).log()
     generator = torch.Generator().manual_seed(0)
     assert {sample(logits, sampling, generator) for _ in range(300)} == possible
-
-
-def test_a_character_of_several_tokens_is_returned_with_its_last_token():
-    tokenizer = load_tokenizer(TokenizerConfig())
-    text = "né 😀 ok"
-    stream = TextStream(tokenizer)
-    pieces = [stream.put(token) for token in tokenizer.encode(text)]
-    assert "".join(pieces) + stream.rest() == text
-    assert "\ufffd" not in "".join(pieces) and "" in pieces
 
 
 def tokenizer_fingerprint(folder):
@@ -324,6 +340,14 @@ def test_the_command_continues_a_prompt_and_chats(chat_run):
     newest = f"{checkpoint_of(chat_run)}: the newest checkpoint"
     assert (code, err) == (0, newest)
     assert out.startswith("def f") and out.endswith("\n") and len(out) > 7
+    several = [word for text in ("def f", "import", "def f") for word in ("--prompt", text)]
+    code, texts, _ = script(chat_run, *several, "--temperature", "0", "--max-new-tokens", "5")
+    assert code == 0 and texts.startswith(f"{out}import") and texts.endswith(out) and len(texts) > 2 * len(out) + 7
+    stop = out.removeprefix("def f")[1:2]
+    code, stopped, _ = script(
+        chat_run, "--prompt", "def f", "--temperature", "0", "--max-new-tokens", "5", "--stop", stop
+    )
+    assert (code, stopped) == (0, out[: out.index(stop, 5)] + "\n")
     options = ["--chat", "--temperature", "0", "--max-new-tokens", "5"]
     code, out, err = script(chat_run, *options, stdin="Hello!\n\nAgain.\n")
     assert (code, err, out.count("\n") >= 2) == (0, newest, True)
@@ -361,6 +385,7 @@ def test_a_tokenizer_configuration_that_is_not_utf_8_is_one_line(ranks, chat_run
     [
         ([], "expected either --prompt TEXT or --chat"),
         (["--prompt", "a\udcff"], "argument --prompt: expected UTF-8 text"),
+        (["--prompt", "x", "--stop", ""], "--stop: must not be empty"),
         (["--prompt", "x", "--system", "y"], "--system has no effect without --chat"),
         (["--prompt", "x", "--seed", 2**64], f"argument --seed: {2**64}: expected an integer from 0 to 2147483648"),
         (["--prompt", "x", "--top-p", "2"], "argument --top-p: 2: expected a number from 1e-18 to 1"),

@@ -1,6 +1,7 @@
 """Samples during training: the texts of generation, in any layout, without an effect on training."""
 
 import math
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -17,8 +18,9 @@ from tests.training_runs import (
     trainer_from,
 )
 from trainer.base.system.files import read_json_lines
-from trainer.inference.engine import NON_FINITE, Sampling
+from trainer.inference.engine import NON_FINITE, Request, Sampling
 from trainer.inference.generate import TextGenerator
+from trainer.inference.in_training import generate_in_training
 
 SAMPLES = ["--samples.prompts", '["the ", "of and ", "to be"]', "--samples.interval_steps", "1"]
 SAMPLES += ["--samples.max_new_tokens", "4"]
@@ -111,3 +113,39 @@ def test_a_prompt_must_leave_room_for_a_token(ranks, tiny, tmp_path):
     prompt = "the " * 40
     (line,) = ranks(1).run(error_line, [*tiny, *in_folder(tmp_path / "run"), "--samples.prompts", f'["{prompt}"]'])
     assert line.startswith("--samples.prompts ") and line.endswith("tokens, but [training] seq_len = 32 must be larger")
+
+
+def answers_in_training(argv):
+    """Return the greedy answers of seven prompts of odd lengths, and whether the parameters and random states are the same."""
+    trainer = trainer_from(combine(argv))
+    samples, step = trainer.samples, trainer.engine.forward_backward
+    prompts = [[(7 * i + 3 * j) % 1000 for j in range(length)] for i, length in enumerate((5, 1, 13, 3, 21, 9, 7))]
+    requests = [
+        Request(prompt=prompt, sampling=Sampling(temperature=0), max_new_tokens=2 + i)
+        for i, prompt in enumerate(prompts)
+    ]
+    rest = (samples.partition, samples.device, nullcontext, samples.tokenizer, samples.seq_len, samples.vocab_size)
+    answers = generate_in_training(requests, step, *rest)
+    assert answers[::-1] == generate_in_training(requests[::-1], step, *rest)
+    return answers
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        ("llama3", "dp_shard 2"),
+        ("llama3", "tp 2"),
+        ("llama3", "cp 2"),
+        ("llama3", "pp 2"),
+        ("llama3", "dp_replicate 2 tp 2"),
+        ("mixtral", "dp_shard 2 ep 2"),
+    ],
+)
+def test_answers_are_the_same_in_every_layout(ranks, tiny, tmp_path, model, layout):
+    degrees = dict(zip(layout.split()[::2], layout.split()[1::2], strict=True))
+    argv = [*tiny, *in_folder(tmp_path / "run"), *SAMPLES, "--model.name", model]
+    (expected,) = ranks(1).run(answers_in_training, argv)
+    assert [len(answer.tokens) for answer in expected] == [2, 3, 4, 5, 6, 7, 8]
+    size = math.prod(int(size) for name, size in degrees.items() if name != "ep")
+    argv += [word for name, size in degrees.items() for word in (f"--parallel.{name}", size)]
+    assert ranks(size).run(answers_in_training, argv) == [expected] * size
