@@ -8,8 +8,9 @@ torchrun --nproc-per-node 2 scripts/generate.py outputs/debug --prompt "def "   
 import argparse
 import os
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -29,10 +30,17 @@ def arguments() -> Arguments:
     add("path", type=Path, help="checkpoint, run folder (its newest checkpoint, or RUN@best), or Hugging Face folder")
     add("--base", type=Path, metavar="PATH", help="base model of an adapter (default: the path at training)")
     add("--averaged", action="store_true", help="use the averaged weights of the run ([optimizer] ema_decay)")
-    add("--prompt", type=utf8, metavar="TEXT", help="text to continue")
+    add(
+        "--prompt",
+        type=utf8,
+        action="append",
+        metavar="TEXT",
+        help="text to continue; repeat the option for further texts, which are generated together",
+    )
     add("--chat", action="store_true", help="start a chat, in which each line of stdin is a message of the user")
     add("--system", default="", type=utf8, metavar="TEXT", help="system message of the chat")
     add("--chat-template", default="", metavar="NAME", help="shipped template or a file (default: the model's)")
+    add("--stop", type=utf8, action="append", default=[], metavar="TEXT", help="end a text before TEXT; repeatable")
     add("--max-new-tokens", type=positive_int, default=256, metavar="N", help="maximum number of tokens of an answer")
     add("--max-seq-len", type=non_negative_int, default=0, metavar="N", help="context window; 0: seq_len of training")
     add("--temperature", type=non_negative_float, default=0.8, metavar="T", help="0: the most likely token")
@@ -61,7 +69,8 @@ from trainer.base.config.checkpoints import why_chosen
 from trainer.base.system.streams import print_line
 from trainer.data.chat.format import ChatFormat
 from trainer.data.chat.template import TemplateFailure
-from trainer.inference.generate import Sampling, TextGenerator, TextStream
+from trainer.inference.engine import NON_FINITE, Request, Sampling
+from trainer.inference.generate import TextGenerator
 from trainer.runtime import device as devices
 from trainer.runtime import distributed
 from trainer.runtime.device import DTYPES
@@ -75,19 +84,13 @@ def print_on_rank_0(text: str) -> None:
         print(text, end="", flush=True)
 
 
-def print_answer(
-    generator: TextGenerator, prompt: Sequence[int], args: argparse.Namespace, stop: Collection[int], stream: TextStream
-) -> str:
-    """Print the answer while it is generated. Return the text of the answer without the token that ends the answer."""
-    sampling = Sampling(args.temperature, args.top_k, args.top_p)
-    answer = ""
-    for token in generator.generate(prompt, sampling, args.seed, stop, args.max_new_tokens):
-        if token not in stop:
-            answer += (new := stream.put(token))
-            print_on_rank_0(new)
-    answer += (rest := stream.rest())
-    print_on_rank_0(f"{rest}\n")
-    return answer
+def answer_printed(generator: TextGenerator, request: Request) -> str:
+    """Print the answer while it is generated. Return its text."""
+    (answer,) = generator.generate([request], lambda index, text: print_on_rank_0(text))
+    if answer.end == "non-finite":
+        raise ConfigError("", f"{generator.folder}: the model returns non-finite logits, so it cannot generate text")
+    print_on_rank_0("\n")
+    return answer.text
 
 
 def user_lines() -> Iterator[str]:
@@ -105,14 +108,13 @@ def user_lines() -> Iterator[str]:
             yield line.strip()
 
 
-def chat(generator: TextGenerator, chat_format: ChatFormat, args: argparse.Namespace) -> None:
-    messages = [{"role": "system", "content": args.system}] if args.system else []
+def chat(generator: TextGenerator, chat_format: ChatFormat, settings: dict[str, Any], system: str) -> None:
+    messages = [{"role": "system", "content": system}] if system else []
     stop = {*chat_format.end_of_turn, *generator.stop}
     for line in user_lines():
         messages.append({"role": "user", "content": line})
-        stream = TextStream(generator.tokenizer)
-        answer = print_answer(generator, chat_format.prompt(messages), args, stop, stream)
-        messages.append({"role": "assistant", "content": answer})
+        request = Request(prompt=chat_format.prompt(messages), stop_tokens=stop, **settings)
+        messages.append({"role": "assistant", "content": answer_printed(generator, request)})
 
 
 def run(args: argparse.Namespace) -> None:
@@ -134,14 +136,19 @@ def generate(args: argparse.Namespace, device: torch.device) -> None:
     )
     if dist.get_rank() == 0 and (why := why_chosen(args.path, generator.folder)):
         print_line(f"{generator.folder}: {why}", sys.stderr)
+    sampling = Sampling(args.temperature, args.top_k, args.top_p)
+    settings = {"sampling": sampling, "seed": args.seed, "stop": args.stop, "max_new_tokens": args.max_new_tokens}
     if args.chat:
-        chat(generator, generator.chat_format(), args)
-    else:
-        tokenizer = generator.tokenizer
-        prompt = generator.text_prompt(args.prompt)
-        stream = TextStream(tokenizer, prompt[len(tokenizer.prefix) :])
-        print_on_rank_0(args.prompt)
-        print_answer(generator, prompt, args, generator.stop, stream)
+        chat(generator, generator.chat_format(), settings, args.system)
+        return
+    requests = [generator.text_request(text, **settings) for text in args.prompt]
+    if len(requests) == 1:
+        print_on_rank_0(args.prompt[0])
+        answer_printed(generator, requests[0])
+        return
+    for text, answer in zip(args.prompt, generator.generate(requests), strict=True):
+        end = NON_FINITE if answer.end == "non-finite" else ""
+        print_on_rank_0(f"{text}{answer.text}{end}\n")
 
 
 def main() -> None:
@@ -149,6 +156,8 @@ def main() -> None:
     args = parser.parse_args()
     if (args.prompt is None) != args.chat:
         parser.error("expected either --prompt TEXT or --chat")
+    if "" in args.stop:
+        parser.error("--stop: must not be empty")
     for name in ("system", "chat_template"):
         if getattr(args, name) and not args.chat:
             parser.error(f"--{name.replace('_', '-')} has no effect without --chat")

@@ -1,11 +1,12 @@
 """Measure training steps and the time to the first loss beside other training loops, checkpoint saves, data loading, and the
-parts of a layer with experts.
+parts of a layer with experts, and generation.
 
 python scripts/dev/benchmark.py peers --model 58m
 python scripts/dev/benchmark.py start --model 58m
 python scripts/dev/benchmark.py checkpoint --gib 0.2
 python scripts/dev/benchmark.py data --mib 16
 python scripts/dev/benchmark.py experts --tokens 512
+python scripts/dev/benchmark.py generation --batch 16
 """
 
 import itertools
@@ -37,6 +38,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from scripts.dev.contenders import CONTENDERS
 from scripts.dev.expert_layer import print_experts
+from scripts.dev.generation import print_generation
 from scripts.dev.peers import MODELS, TOLERANCES, print_peers, print_start
 from trainer.base.config import DataConfig, TokenizerConfig
 from trainer.base.config.argument_types import existing_folder, file_to_write, positive_float, positive_int
@@ -212,11 +214,13 @@ def _parser() -> Arguments:
     of_peers = "duration of a training step of this trainer and of other training loops with the same losses"
     of_start = "seconds from the command to the first loss, of this trainer and of a plain training loop"
     of_experts = "time of one layer with experts (forward and backward), of its parts, and of a loop over its experts"
+    of_generation = "new tokens per second of a batch of texts beside one text at a time"
     peers = commands.add_parser("peers", help=of_peers, doc=of_peers)
     start = commands.add_parser("start", help=of_start, doc=of_start)
     checkpoint = commands.add_parser("checkpoint", help=of_saves, doc=of_saves)
     data = commands.add_parser("data", help=of_data, doc=of_data)
     experts = commands.add_parser("experts", help=of_experts, doc=of_experts)
+    generation = commands.add_parser("generation", help=of_generation, doc=of_generation)
     for command, option, default, text in (
         (peers, "threads", 2, "number of CPU threads"),
         (peers, "steps", 5, "number of steps in a repeat"),
@@ -230,6 +234,9 @@ def _parser() -> Arguments:
         (data, "seq", 4096, "number of tokens in a sample"),
         (data, "repeats", 3, "number of repeats of each task; the table shows their median"),
         (experts, "tokens", 1024, "number of tokens in the batch"),
+        (generation, "batch", 16, "number of texts"),
+        (generation, "threads", 2, "number of CPU threads"),
+        (generation, "repeats", 3, "number of turns of each way; the table shows their medians"),
         (experts, "repeats", 5, "number of turns of each part; the table shows the medians"),
     ):
         command.add_argument(f"--{option}", type=positive_int, default=default, metavar="N", help=text)
@@ -238,12 +245,13 @@ def _parser() -> Arguments:
         command.add_argument(
             "--folder", type=existing_folder, metavar="PATH", help="parent of the temporary folder that is written"
         )
-    for command in (peers, start):
-        command.add_argument("--model", choices=list(MODELS), default="58m", help="model and batch")
+    for command in (peers, start, generation):
+        command.add_argument("--model", choices=list(MODELS), default="58m", help="model, of a step also its batch")
     _add_peers_options(peers)
-    experts.add_argument(
-        "--dtype", choices=["fp32", "bf16"], default="fp32", help="precision of parameters and products"
-    )
+    for command in (experts, generation):
+        command.add_argument(
+            "--dtype", choices=["fp32", "bf16"], default="fp32", help="precision of parameters and products"
+        )
     return parser
 
 
@@ -283,6 +291,7 @@ def main() -> None:
         "checkpoint": print_saves,
         "data": print_data,
         "experts": print_experts,
+        "generation": print_generation,
     }
     runs[args.pop("command")](**args)
 

@@ -31,7 +31,8 @@ from trainer.checkpoint.formats.export import is_export_of
 from trainer.checkpoint.formats.peft import PeftNames
 from trainer.checkpoint.tensor_files import read_index
 from trainer.inference import load_model
-from trainer.inference.generate import Sampling, TextGenerator
+from trainer.inference.engine import Sampling
+from trainer.inference.generate import TextGenerator
 
 AVERAGED = ["--optimizer.ema_decay", "0.9", "--optimizer.lr", "0.01"]
 EVALUATED = ["--evaluation.averaged", "true", "--evaluation.interval_steps", "2", "--evaluation.max_samples", "16"]
@@ -239,8 +240,8 @@ def most_likely_answers(models):
     answers = []
     for path, averaged in models:
         generator = TextGenerator.load(path, torch.float32, torch.device("cpu"), 0, "", averaged=averaged)
-        tokens = generator.generate(generator.text_prompt("the "), Sampling(temperature=0), 0, generator.stop, 8)
-        answers.append(list(tokens))
+        request = generator.text_request("the ", sampling=Sampling(temperature=0), max_new_tokens=8)
+        answers.append(generator.generate([request])[0].tokens)
     return answers
 
 

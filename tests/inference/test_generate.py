@@ -1,6 +1,7 @@
 """Generation: identical with and without a KV cache, on one and several ranks, here and in transformers."""
 
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -8,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 
 from tests.commands import run_script
@@ -18,7 +20,8 @@ from trainer.base.config import CheckpointConfig, TokenizerConfig
 from trainer.checkpoint.formats.export import export_run
 from trainer.data.chat.template_files import BUILT_IN
 from trainer.data.tokenizer.backends import DEFAULT_FILE, load_tokenizer
-from trainer.inference.generate import Sampling, TextGenerator, TextStream, sample
+from trainer.inference.engine import NON_FINITE, Request, Sampling, sample
+from trainer.inference.generate import TextGenerator
 from trainer.tools.testing.ranks import RankError
 
 CPU = torch.device("cpu")
@@ -60,7 +63,13 @@ def tied_run(ranks, tiny, tmp_path_factory):
 
 def generated(folder, prompt, max_new_tokens=12, sampling=GREEDY, max_seq_len=0):
     generator = TextGenerator.load(folder, torch.float32, CPU, max_seq_len, "")
-    return list(generator.generate(prompt, sampling, 0, (), max_new_tokens))
+    return tokens_of(generator, prompt, max_new_tokens, sampling)
+
+
+def tokens_of(generator, prompt, max_new_tokens, sampling=GREEDY, stop=()):
+    request = Request(prompt=prompt, sampling=sampling, stop_tokens=stop, max_new_tokens=max_new_tokens)
+    (answer,) = generator.generate([request])
+    return answer.tokens
 
 
 def generated_without_cache(folder, prompt, max_new_tokens, sampling):
@@ -68,8 +77,9 @@ def generated_without_cache(folder, prompt, max_new_tokens, sampling):
     generator = TextGenerator.load(folder, torch.float32, CPU, 0, "")
     tokens, rng = list(prompt), torch.Generator().manual_seed(0)
     for _ in range(max_new_tokens):
-        generator.cached_tokens = []
-        tokens.append(sample(generator._next_logits(tokens), sampling, rng))
+        generator.cache.tokens = {}
+        logits = generator.next_logits({0: tokens})[0, : generator.tokenizer.vocab_size]
+        tokens.append(sample(logits.double(), sampling, rng))
     return tokens[len(prompt) :]
 
 
@@ -97,7 +107,7 @@ def windowed_run(ranks, tiny, tmp_path_factory):
 def generated_in_turns(folder, prompts):
     """Generate with one cache, which contains the tokens of the previous prompt."""
     generator = TextGenerator.load(folder, torch.float32, CPU, 0, "")
-    return [list(generator.generate(prompt, GREEDY, 0, (), 3)) for prompt in prompts]
+    return [tokens_of(generator, prompt, 3) for prompt in prompts]
 
 
 def test_a_cache_of_a_window_is_recomputed_if_a_prompt_goes_too_far_back(ranks, windowed_run):
@@ -188,10 +198,10 @@ def chat_with_and_without_cache(folder):
     for question in ("Hello!", "What is 2 + 3?", "Thanks."):
         messages.append({"role": "user", "content": question})
         prompt = chat_format.prompt(messages)
-        num_cached = len(generator.cached_tokens)
-        tokens = list(generator.generate(prompt, GREEDY, 0, chat_format.end_of_turn, 8))
-        uncached.cached_tokens = []
-        assert tokens == list(uncached.generate(prompt, GREEDY, 0, chat_format.end_of_turn, 8))
+        num_cached = len(generator.cache.tokens.get(0, []))
+        tokens = tokens_of(generator, prompt, 8, stop=chat_format.end_of_turn)
+        uncached.cache.tokens = {}
+        assert tokens == tokens_of(uncached, prompt, 8, stop=chat_format.end_of_turn)
         turns.append((num_cached, len(tokens)))
         messages.append({"role": "assistant", "content": generator.tokenizer.decode(tokens)})
     return turns
@@ -208,6 +218,32 @@ def test_a_seed_determines_the_sampled_tokens(ranks, chat_run):
     assert first != ranks(1).run(generated, chat_run, PROMPT)
 
 
+def answer_until(folder, prompt, stop, end_of_text):
+    """Return the answer, and the texts that are shown while it grows."""
+    generator = TextGenerator.load(folder, torch.float32, CPU, 0, "")
+    shown = []
+    request = Request(prompt=prompt, sampling=GREEDY, stop=stop, stop_tokens=end_of_text, max_new_tokens=12)
+    (answer,) = generator.generate([request], lambda index, text: shown.append((index, text)))
+    return answer, shown
+
+
+def test_a_text_ends_before_a_string_even_if_it_begins_in_one_token_and_ends_in_another(ranks, chat_run):
+    ((answer, shown),) = ranks(1).run(answer_until, chat_run, PROMPT, [], ())
+    assert answer.end == "length" and "".join(text for _, text in shown) == answer.text
+    tokenizer = load_tokenizer(TokenizerConfig())
+    begin = len(tokenizer.decode(answer.tokens[:4]))
+    stop = answer.text[begin - 1 : begin + 1]
+    assert begin > 1 and stop in answer.text
+    ((stopped, shown),) = ranks(1).run(answer_until, chat_run, PROMPT, ["never", stop], ())
+    assert stopped.end == "string" and stopped.text == answer.text[: answer.text.index(stop)]
+    assert "".join(text for _, text in shown) == stopped.text and {index for index, _ in shown} == {0}
+    assert stopped.tokens == answer.tokens[: len(stopped.tokens)]
+    ((ended, _),) = ranks(1).run(answer_until, chat_run, PROMPT, ["never"], answer.tokens[3:4])
+    first = answer.tokens.index(answer.tokens[3])
+    assert (ended.end, ended.tokens) == ("token", answer.tokens[: first + 1])
+    assert ended.text == tokenizer.decode(answer.tokens[:first])
+
+
 def test_a_prompt_that_fills_the_context_window_is_an_error(ranks, chat_run):
     message = r"the prompt has 6 tokens; prompt and answer share a context window of 6 tokens \(--max-seq-len\)"
     with pytest.raises(RankError, match=message):
@@ -215,18 +251,15 @@ def test_a_prompt_that_fills_the_context_window_is_an_error(ranks, chat_run):
     assert [len(tokens) for tokens in ranks(1).run(generated, chat_run, PROMPT, 12, GREEDY, 9)] == [3]
 
 
-def generated_from_nan(folder):
-    generator = TextGenerator.load(folder, torch.float32, CPU, 0, "")
-    with torch.no_grad():
-        next(generator._model.parameters()).fill_(float("nan"))
-    next(generator.generate(PROMPT, GREEDY, 0, (), 1))
-
-
-def test_a_model_with_non_finite_logits_is_an_error(ranks, chat_run):
-    with pytest.raises(
-        RankError, match="step-00000020: the model returns non-finite logits, so it cannot generate text"
-    ):
-        ranks(1).run(generated_from_nan, chat_run)
+def test_a_model_with_non_finite_logits_is_an_error(chat_run, tmp_path):
+    folder = Path(shutil.copytree(chat_run / "huggingface", tmp_path / "model"))
+    (file,) = folder.glob("*.safetensors")
+    safetensors.torch.save_file({k: t.fill_(math.nan) for k, t in safetensors.torch.load_file(file).items()}, file)
+    code, out, err = script(folder, "--prompt", "x")
+    assert (code, out) == (2, "x")
+    assert err == f"{folder}: the model returns non-finite logits, so it cannot generate text"
+    code, out, err = script(folder, "--prompt", "x", "--prompt", "y")
+    assert (code, out, err) == (0, f"x{NON_FINITE}\ny{NON_FINITE}\n", "")
 
 
 @pytest.mark.parametrize(
@@ -248,15 +281,6 @@ def test_sampling_draws_only_tokens_that_pass_its_filters(sampling, possible):
     assert {sample(logits, sampling, generator) for _ in range(300)} == possible
 
 
-def test_a_character_of_several_tokens_is_returned_with_its_last_token():
-    tokenizer = load_tokenizer(TokenizerConfig())
-    text = "né 😀 ok"
-    stream = TextStream(tokenizer)
-    pieces = [stream.put(token) for token in tokenizer.encode(text)]
-    assert "".join(pieces) + stream.rest() == text
-    assert "\ufffd" not in "".join(pieces) and "" in pieces
-
-
 def tokenizer_fingerprint(folder):
     return TextGenerator.load(folder, torch.float32, CPU, 0, "").tokenizer.fingerprint
 
@@ -274,8 +298,8 @@ def test_a_checkpoint_remembers_the_split_pattern_of_its_tiktoken_file(ranks, ti
 
 def text_prompt_and_answer(folder, text):
     generator = TextGenerator.load(folder, torch.float32, CPU, 0, "")
-    prompt = generator.text_prompt(text)
-    return prompt, list(generator.generate(prompt, GREEDY, 0, (), 4))
+    prompt = generator.text_request(text).prompt
+    return prompt, tokens_of(generator, prompt, 4)
 
 
 def test_a_run_with_a_tekken_json_trains_resumes_generates_and_is_exported(ranks, tiny, tmp_path):
@@ -316,6 +340,14 @@ def test_the_command_continues_a_prompt_and_chats(chat_run):
     newest = f"{checkpoint_of(chat_run)}: the newest checkpoint"
     assert (code, err) == (0, newest)
     assert out.startswith("def f") and out.endswith("\n") and len(out) > 7
+    several = [word for text in ("def f", "import", "def f") for word in ("--prompt", text)]
+    code, texts, _ = script(chat_run, *several, "--temperature", "0", "--max-new-tokens", "5")
+    assert code == 0 and texts.startswith(f"{out}import") and texts.endswith(out) and len(texts) > 2 * len(out) + 7
+    stop = out.removeprefix("def f")[1:2]
+    code, stopped, _ = script(
+        chat_run, "--prompt", "def f", "--temperature", "0", "--max-new-tokens", "5", "--stop", stop
+    )
+    assert (code, stopped) == (0, out[: out.index(stop, 5)] + "\n")
     options = ["--chat", "--temperature", "0", "--max-new-tokens", "5"]
     code, out, err = script(chat_run, *options, stdin="Hello!\n\nAgain.\n")
     assert (code, err, out.count("\n") >= 2) == (0, newest, True)
@@ -353,6 +385,7 @@ def test_a_tokenizer_configuration_that_is_not_utf_8_is_one_line(ranks, chat_run
     [
         ([], "expected either --prompt TEXT or --chat"),
         (["--prompt", "a\udcff"], "argument --prompt: expected UTF-8 text"),
+        (["--prompt", "x", "--stop", ""], "--stop: must not be empty"),
         (["--prompt", "x", "--system", "y"], "--system has no effect without --chat"),
         (["--prompt", "x", "--seed", 2**64], f"argument --seed: {2**64}: expected an integer from 0 to 2147483648"),
         (["--prompt", "x", "--top-p", "2"], "argument --top-p: 2: expected a number from 1e-18 to 1"),

@@ -1,6 +1,8 @@
 """Samples during training: the texts of generation, in any layout, without an effect on training."""
 
 import math
+from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,8 +18,9 @@ from tests.training_runs import (
     trainer_from,
 )
 from trainer.base.system.files import read_json_lines
-from trainer.inference.generate import Sampling, TextGenerator, TextStream
-from trainer.inference.samples import NON_FINITE
+from trainer.inference.engine import NON_FINITE, Request, Sampling
+from trainer.inference.generate import TextGenerator
+from trainer.inference.in_training import generate_in_training
 
 SAMPLES = ["--samples.prompts", '["the ", "of and ", "to be"]', "--samples.interval_steps", "1"]
 SAMPLES += ["--samples.max_new_tokens", "4"]
@@ -42,18 +45,15 @@ def test_samples_do_not_change_training_by_a_bit(ranks, tiny, tmp_path, layout):
 def texts_of_generation(checkpoint, prompts, sampling, max_new_tokens, chat):
     """Return what scripts/generate.py prints after each prompt."""
     generator = TextGenerator.load(checkpoint, torch.float32, torch.device("cpu"), 0, "")
-    texts = []
+    requests = []
     for text in prompts:
+        request = generator.text_request(text, sampling=sampling, seed=5, max_new_tokens=max_new_tokens)
         if chat:
             chat_format = generator.chat_format()
             prompt, stop = chat_format.prompt([{"role": "user", "content": text}]), {*chat_format.end_of_turn}
-        else:
-            prompt, stop = generator.text_prompt(text), set()
-        stream = TextStream(generator.tokenizer, [] if chat else prompt[len(generator.tokenizer.prefix) :])
-        stop |= generator.stop
-        tokens = generator.generate(prompt, sampling, 5, stop, max_new_tokens)
-        texts.append("".join([*(stream.put(token) for token in tokens if token not in stop), stream.rest()]))
-    return texts
+            request = replace(request, prompt=prompt, continues=[], stop_tokens=stop | generator.stop)
+        requests.append(request)
+    return [answer.text for answer in generator.generate(requests)]
 
 
 @pytest.mark.parametrize("chat", [False, True])
@@ -113,3 +113,39 @@ def test_a_prompt_must_leave_room_for_a_token(ranks, tiny, tmp_path):
     prompt = "the " * 40
     (line,) = ranks(1).run(error_line, [*tiny, *in_folder(tmp_path / "run"), "--samples.prompts", f'["{prompt}"]'])
     assert line.startswith("--samples.prompts ") and line.endswith("tokens, but [training] seq_len = 32 must be larger")
+
+
+def answers_in_training(argv):
+    """Return the greedy answers of seven prompts of odd lengths, and whether the parameters and random states are the same."""
+    trainer = trainer_from(combine(argv))
+    samples, step = trainer.samples, trainer.engine.forward_backward
+    prompts = [[(7 * i + 3 * j) % 1000 for j in range(length)] for i, length in enumerate((5, 1, 13, 3, 21, 9, 7))]
+    requests = [
+        Request(prompt=prompt, sampling=Sampling(temperature=0), max_new_tokens=2 + i)
+        for i, prompt in enumerate(prompts)
+    ]
+    rest = (samples.partition, samples.device, nullcontext, samples.tokenizer, samples.seq_len, samples.vocab_size)
+    answers = generate_in_training(requests, step, *rest)
+    assert answers[::-1] == generate_in_training(requests[::-1], step, *rest)
+    return answers
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        ("llama3", "dp_shard 2"),
+        ("llama3", "tp 2"),
+        ("llama3", "cp 2"),
+        ("llama3", "pp 2"),
+        ("llama3", "dp_replicate 2 tp 2"),
+        ("mixtral", "dp_shard 2 ep 2"),
+    ],
+)
+def test_answers_are_the_same_in_every_layout(ranks, tiny, tmp_path, model, layout):
+    degrees = dict(zip(layout.split()[::2], layout.split()[1::2], strict=True))
+    argv = [*tiny, *in_folder(tmp_path / "run"), *SAMPLES, "--model.name", model]
+    (expected,) = ranks(1).run(answers_in_training, argv)
+    assert [len(answer.tokens) for answer in expected] == [2, 3, 4, 5, 6, 7, 8]
+    size = math.prod(int(size) for name, size in degrees.items() if name != "ep")
+    argv += [word for name, size in degrees.items() for word in (f"--parallel.{name}", size)]
+    assert ranks(size).run(answers_in_training, argv) == [expected] * size

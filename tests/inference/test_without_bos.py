@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,8 @@ from tests.training_runs import train
 from trainer.base.config import CheckpointConfig
 from trainer.checkpoint.formats.export import export_run
 from trainer.data.store.store import SPLITS, open_store
-from trainer.inference.generate import Sampling, TextGenerator
+from trainer.inference.engine import Request, Sampling
+from trainer.inference.generate import TextGenerator
 from trainer.tools.testing.ranks import RankError
 
 CPU = torch.device("cpu")
@@ -78,8 +80,9 @@ def test_an_export_says_that_there_is_no_bos(run):
 def answers(folder, text) -> tuple[list[int], list[int], set[int]]:
     """Return the prompt of a text, its continuation and the tokens at which generation stops."""
     generator = TextGenerator.load(folder, torch.float32, CPU, 0, "")
-    prompt = generator.text_prompt(text)
-    return prompt, list(generator.generate(prompt, Sampling(temperature=0), 0, (), 5)), generator.stop
+    request = generator.text_request(text, sampling=Sampling(temperature=0), max_new_tokens=5)
+    (answer,) = generator.generate([replace(request, stop_tokens=())])
+    return request.prompt, answer.tokens, generator.stop
 
 
 def test_a_prompt_is_what_transformers_makes_of_it(ranks, run):
@@ -132,4 +135,5 @@ def test_a_fine_tuned_model_chats_and_stops_at_the_ends_of_its_base_model_too(ra
 def chat_answers(folder) -> tuple[list[int], list[int], set[int]]:
     generator = TextGenerator.load(folder, torch.float32, CPU, 0, "")
     prompt = generator.chat_format().prompt([{"role": "user", "content": "Hello!"}])
-    return prompt, list(generator.generate(prompt, Sampling(temperature=0), 0, generator.stop, 3)), generator.stop
+    request = Request(prompt=prompt, sampling=Sampling(temperature=0), stop_tokens=generator.stop, max_new_tokens=3)
+    return prompt, generator.generate([request])[0].tokens, generator.stop

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from models import MODELS
-from models.context import Context
 from models.huggingface_config import read_sizes, write_config
 from models.spec import meta_model
 from tests.models import random_configs
@@ -25,7 +24,7 @@ from tests.models.families import (
     inputs,
     model_of,
 )
-from trainer.inference.generate import CachedAttention
+from trainer.inference.kv_cache import KvCache
 
 PUBLISHED = {
     # numbers of parameters in the safetensors metadata of the published checkpoints; of Gemma 3 from 4B on, of the text model
@@ -241,16 +240,6 @@ def test_in_bf16_logits_are_as_exact_as_those_of_transformers(family, index):
         assert distance(model(tokens, *rest).float(), exact) < 2 * distance(rounded.float(), exact)
 
 
-def add_caches(model):
-    """Replace the attention kernels by kernels with a KV cache, and return these."""
-    caches, structure, sizes = [], model.structure(), model.sizes
-    for block, kind in zip(model.layers.children(), structure.layer_kinds, strict=True):
-        shape = sizes.n_kv_heads, SEQ, sum(sizes.head_widths)
-        caches.append(CachedAttention(structure.kinds[kind], *shape, torch.float32, torch.device("cpu")))
-        block.set_submodule(structure.attention, caches[-1])
-    return caches
-
-
 @pytest.mark.parametrize(("family", "index"), CASES)
 def test_greedy_tokens_equal_those_of_transformers(family, index):
     model, prompt = model_of(family, index), inputs()[0][:1, :9]
@@ -258,33 +247,25 @@ def test_greedy_tokens_equal_those_of_transformers(family, index):
         pytest.skip("transformers changes the factors of LongRoPE during the generation")
     options = {"do_sample": False, "max_new_tokens": 12, "eos_token_id": None, "pad_token_id": 0}
     expected = hf_model_of(family, index).generate(prompt, attention_mask=torch.ones_like(prompt), **options)
-    add_caches(model)
-    with torch.no_grad():
-        for start, stop in [(0, 9), *((i, i + 1) for i in range(9, 20))]:
-            new = expected[:, start:stop]
-            logits = model(new, Context.of(new, first_position=start))[0, -1]
-            best, second = logits.topk(2).values.tolist()
-            assert best - second > 1e-4  # otherwise rounding errors decide
-            assert logits.argmax() == expected[0, stop]
+    cache = KvCache(model, model.structure(), model.sizes, torch.float32)
+    for stop in range(9, 21):
+        (logits,) = cache.next_logits({0: expected[0, :stop].tolist()})
+        best, second = logits.topk(2).values.tolist()
+        assert best - second > 1e-4  # otherwise rounding errors decide
+        assert logits.argmax() == expected[0, stop]
 
 
 @pytest.mark.parametrize(("family", "index"), CASES)
 def test_a_kv_cache_changes_no_logits(family, index):
     """Prompts of one and of several tokens, with steps back: a chat continues from an earlier token."""
-    model, (tokens, context) = model_of(family, index), inputs()
-    structure = model.structure()
+    model, tokens = model_of(family, index), inputs()[0]
+    other = torch.cat((tokens[:, :23], 70 - tokens[:, 23:]), 1)
     with torch.no_grad():
-        expected = model(tokens, context)[:1]
-        caches = add_caches(model)
-        for start, stop in ((0, 1), (1, 2), (2, 9), (9, 10), (10, 24), (24, 25), (23, 26), (26, SEQ)):
-            assert all([cache.truncate(start) for cache in caches])
-            part = slice(start, stop)
-            logits = model(tokens[:1, part], Context.of(tokens[:1, part], first_position=start))
-            assert distance(logits, expected[:, part]) < 1e-5
-        complete = [cache.truncate(2) for cache in caches]
-        assert complete == [
-            structure.kinds[kind].window is None or structure.kinds[kind].window > 16 for kind in structure.layer_kinds
-        ]
+        expected = {text: model(text)[0] for text in (tokens, other)}
+    cache = KvCache(model, model.structure(), model.sizes, torch.float32)
+    for text, stop in ((tokens, 1), (tokens, 2), (tokens, 9), (tokens, 10), (tokens, 25), (other, 27), (tokens, SEQ)):
+        (logits,) = cache.next_logits({0: text[0, :stop].tolist()})
+        assert distance(logits, expected[text][stop - 1]) < 1e-5
 
 
 @pytest.mark.parametrize(("family", "index"), CASES)

@@ -1,0 +1,89 @@
+"""Texts from the model in training, in any layout.
+
+Each new token is one forward of the training step over complete sequences, without a cache of keys and values. The parameters
+stay where training has them, so FSDP, tensor, pipeline and context parallelism need no code of their own, and nothing that
+training uses changes: neither parameters nor random generators.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trainer.batch import IGNORE_INDEX, Batch
+from trainer.data.sampling.loader import BatchPartition
+from trainer.data.tokenizer.protocol import Tokenizer
+from trainer.inference.engine import Answer, Request, generate
+from trainer.inference.next_logits import READ_HERE, NextLogits
+from trainer.parallel.step import Step
+
+
+def generate_in_training(
+    requests: Sequence[Request],
+    step: Step,
+    partition: BatchPartition,
+    device: torch.device,
+    loading: Callable[[], AbstractContextManager[None]],
+    tokenizer: Tokenizer,
+    seq_len: int,
+    vocab_size: int,
+) -> list[Answer]:
+    """Return the answer to each request, collectively over all ranks. A forward has one text in each row of the microbatches of
+    all data-parallel ranks.
+
+    Args:
+        requests: The same on all ranks. Their prompts are shorter than seq_len.
+        step: The step of training, or of evaluation.
+        partition: This rank's rows.
+        device: Of the model.
+        loading: Context manager in which a batch is made.
+        tokenizer: Of the model.
+        seq_len: Length of the sequences of training, which a prompt and its text do not exceed.
+        vocab_size: Number of rows of the output weight.
+    """
+    backend = _TrainingBackend(step, partition, device, loading, max_seq_len=seq_len, vocab_size=vocab_size)
+    return generate(requests, backend, tokenizer)
+
+
+@dataclass(frozen=True)
+class _TrainingBackend:
+    """A Backend of the engine. See generate_in_training."""
+
+    step: Step
+    partition: BatchPartition
+    device: torch.device
+    loading: Callable[[], AbstractContextManager[None]]
+    max_seq_len: int
+    vocab_size: int
+
+    @property
+    def max_rows(self) -> int:
+        return self.partition.ranks * self.partition.local_batch_size
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        return dist.group.WORLD
+
+    def next_logits(self, rows: Mapping[int, Sequence[int]]) -> Tensor:
+        """See Backend."""
+        readout = NextLogits(
+            shape=(max(rows) + 1, self.vocab_size), first_row=self.partition.rank * self.partition.local_batch_size
+        )
+        with self.loading():
+            batch = self._batch(rows, readout.first_row)
+        return self.step.read([batch], readout).reshape(readout.shape)[list(rows)]
+
+    def _batch(self, rows: Mapping[int, Sequence[int]], first_row: int) -> Batch:
+        """Return this rank's microbatch of its rows. Rows without a text have no label."""
+        size = self.partition.local_batch_size
+        tokens = torch.zeros(size, self.max_seq_len, dtype=torch.int64)
+        labels = torch.full_like(tokens, IGNORE_INDEX)
+        for i in range(size):
+            if text := rows.get(first_row + i):
+                tokens[i, : len(text)] = torch.tensor(text)
+                labels[i, len(text) - 1] = READ_HERE
+        positions = torch.arange(self.max_seq_len).repeat(size, 1)
+        return Batch(tokens, labels, positions, torch.zeros_like(tokens), torch.arange(size)).to(self.device)

@@ -1,0 +1,244 @@
+"""A cache of keys and values for a batch of texts of different lengths.
+
+The texts, one in each row, end in the same column. Columns before the first token of a row are padding: they contain this token
+again, and only padding attends to them. So a window of columns is a window of tokens, and nothing in a row depends on another.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from models.components import attention_kernel
+from models.context import Context
+from models.spec import LayerKind, Structure
+from trainer.base.config import ConfigError
+from trainer.batch import IGNORE_INDEX
+from trainer.inference.next_logits import READ_HERE, NextLogits
+
+_TOKENS_AT_ONCE = 4096
+"""Limit of the tokens of all rows in one forward. It bounds the memory of long prompts."""
+
+
+@dataclass
+class _Columns:
+    """Place of the rows in all layers."""
+
+    starts: Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.int64))
+    """Column of each row's first token, (rows,), int64."""
+    padding: int = 0
+    """Number of columns that are padding in some row."""
+    end: int = 0
+    """Number of cached columns."""
+
+
+class _CachedMask(nn.Module):
+    """The mask of one kind of layer over the cached columns that a window reaches and the new ones."""
+
+    def __init__(self, window: int | None, columns: _Columns, dtype: torch.dtype):
+        super().__init__()
+        self.window, self.columns, self.dtype = window, columns, dtype
+
+    def forward(self, context: Context) -> Tensor | None:
+        """Return what is added to the scores, (rows, 1, new columns, columns). None: the kernel is causal without a mask."""
+        start, new, device = self.columns.end, context.positions.shape[1], context.positions.device
+        window = self.window or start + new
+        first = max(0, start - window + 1)
+        if self.columns.padding <= first and (new == 1 or (start == first and new <= window)):
+            return None
+        queries, keys = torch.arange(start, start + new, device=device), torch.arange(first, start + new, device=device)
+        distance = queries[:, None] - keys
+        # A padding token attends to itself, because a softmax over nothing is NaN.
+        is_own = (keys >= self.columns.starts[:, None, None]) | (distance == 0)
+        visible = is_own & (distance >= 0) & (distance < window)
+        mask = torch.zeros(visible.shape, dtype=self.dtype, device=device)
+        return mask.masked_fill_(~visible, float("-inf"))[:, None]
+
+
+class CachedAttention(nn.Module):
+    """Causal attention with a cache: new tokens attend to themselves and to cached tokens. The cache of a layer with a window
+    contains at most twice as many columns as the window."""
+
+    def __init__(self, kind: LayerKind, kv_heads: int, width: int, dtype: torch.dtype, device: torch.device):
+        """width: number of values of a token and a kv head: of its key and of its value together."""
+        super().__init__()
+        self.kernel, self.window = attention_kernel(kind), kind.window
+        self.kv_cache = torch.empty(0, kv_heads, 0, width, dtype=dtype, device=device)
+        self.first = self.end = 0
+        """First cached column, and the column after the last."""
+
+    def reserve(self, rows: int, columns: int) -> None:
+        """Provide memory. The first rows keep their content, if there is any."""
+        size = columns if self.window is None else min(columns, 2 * self.window)  # it moves only when it is full
+        old, used = self.kv_cache, self.end - self.first
+        self.kv_cache = old.new_empty(rows, old.shape[1], size, old.shape[3])
+        if used:
+            self.kv_cache[:, :, :used] = old[:rows, :, :used]
+
+    def truncate(self, length: int) -> bool:
+        """Remove the columns from `length` on. Return False, and remove all, if the cache lacks columns that the token in this
+        column attends to."""
+        is_complete = self.window is None or self.first <= max(0, length - self.window + 1)
+        self.end = length if is_complete else 0
+        self.first = self.first if is_complete else 0
+        return is_complete
+
+    def select(self, rows: Tensor) -> None:
+        """Keep some rows. rows: their indices, (rows,), int64."""
+        used = self.end - self.first
+        self.kv_cache[: len(rows), :, :used] = self.kv_cache[rows, :, :used]
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None = None) -> Tensor:
+        """Append the new keys and values to the cache. Return the result of attention, (rows, heads, new columns, head_dim).
+
+        Args:
+            q: (rows, heads, new columns, head_dim).
+            k: (rows, kv heads, new columns, head_dim).
+            v: (rows, kv heads, new columns, head_dim).
+            mask: Result of _CachedMask.
+            sinks: (heads,), in kinds of layers with sinks.
+        """
+        kv = self._append(torch.cat((k, v), -1))
+        if self.window is not None:
+            kv = kv[:, :, -(self.window - 1 + q.shape[2]) :]
+        return self.kernel(q, *kv.split((k.shape[-1], v.shape[-1]), -1), mask, sinks)
+
+    def _append(self, new: Tensor) -> Tensor:
+        """Cache new tokens. Return all that were cached, followed by the new ones, (rows, kv heads, columns, width)."""
+        cache, used = self.kv_cache[: len(new)], self.end - self.first
+        total = used + new.shape[2]
+        self.end += new.shape[2]
+        if total <= cache.shape[2]:
+            cache[:, :, used:total] = new
+            return cache[:, :, :total]
+        kv = torch.cat((cache[:, :, :used], new), dim=2)
+        cache[:, :, : self.window] = kv[:, :, -self.window :]
+        self.first = self.end - self.window
+        return kv
+
+
+class KvCache:
+    """A model whose layers cache keys and values, and the texts that they have seen."""
+
+    def __init__(self, model: nn.Module, structure: Structure, sizes: Any, dtype: torch.dtype, tp: int = 1):
+        """Replace the masks and the kernels of the model.
+
+        Args:
+            model: May be sharded.
+            structure: Of the model.
+            sizes: Dimensions of the model.
+            dtype: Of keys and values.
+            tp: Number of ranks over which the heads are split.
+        """
+        self.tokens: dict[int, list[int]] = {}
+        """Key of a row -> its cached tokens."""
+        self._starts: dict[int, int] = {}
+        self._columns = _Columns()
+        self._reserved = (0, 0)
+        self._model, self._vocab_size = model, sizes.vocab_size
+        self._device = next(model.parameters()).device
+        self._layers: list[CachedAttention] = []
+        for name, kind in structure.kinds.items():
+            model.set_submodule(f"{structure.masks}.{name}", _CachedMask(kind.window, self._columns, dtype))
+        shape = sizes.n_kv_heads // tp, sum(sizes.head_widths)
+        blocks = model.get_submodule(structure.blocks_path).children()
+        for block, kind in zip(blocks, structure.layer_kinds, strict=True):
+            layer = CachedAttention(structure.kinds[kind], *shape, dtype, self._device)
+            block.set_submodule(structure.attention, layer)
+            self._layers.append(layer)
+
+    def reserve(self, rows: int, columns: int) -> None:
+        """Provide memory for a batch. Raises ConfigError if memory is lacking."""
+        try:
+            for layer in self._layers:
+                layer.reserve(rows, columns)
+        except (RuntimeError, MemoryError):
+            of_rows, advice = (
+                ("", "lower --max-seq-len") if rows == 1 else (f"{rows} texts of ", "lower the batch size")
+            )
+            message = f"not enough memory for a KV cache of {of_rows}{columns} tokens; {advice}"
+            raise ConfigError("", message) from None
+        self._reserved = rows, columns
+
+    @torch.no_grad()
+    def next_logits(self, rows: Mapping[int, Sequence[int]]) -> Tensor:
+        """Return the logits of each row's next token, (rows, vocabulary), fp32. What is cached is not recomputed.
+
+        Args:
+            rows: Key of a row -> all its tokens. Rows of the previous call that are missing have ended.
+        """
+        self._drop_ended(rows)
+        first = self._reusable(rows)
+        if not first or not all([layer.truncate(first) for layer in self._layers]):
+            first = self._restart(rows)
+        self._columns.end = first
+        # Rows that have ended, but were not dropped, continue with padding.
+        texts = {key: list(rows.get(key, cached)) for key, cached in self.tokens.items()}
+        end = max(self._starts[key] + len(text) for key, text in texts.items())
+        if len(texts) > self._reserved[0] or end > self._reserved[1]:
+            self.reserve(len(texts), 2 * end)
+        step = max(1, _TOKENS_AT_ONCE // len(texts))
+        for start in range(first, end, step):
+            logits = self._forward(texts, start, min(start + step, end), is_last=start + step >= end)
+        self.tokens = texts
+        return logits[[i for i, key in enumerate(texts) if key in rows]]
+
+    def _drop_ended(self, rows: Mapping[int, Sequence[int]]) -> None:
+        """Remove rows that have ended, if they are half of the batch, because this copies the others."""
+        if 2 * len(rows) > len(self.tokens) or not rows.keys() <= self.tokens.keys():
+            return
+        kept = torch.tensor([i for i, key in enumerate(self.tokens) if key in rows], device=self._device)
+        for layer in self._layers:
+            layer.select(kept)
+        self.tokens = {key: text for key, text in self.tokens.items() if key in rows}
+        self._place({key: self._starts[key] for key in self.tokens})
+
+    def _reusable(self, rows: Mapping[int, Sequence[int]]) -> int:
+        """Return the number of cached columns with which these rows begin. It is 0 if the rows do not end in one column."""
+        if not self.tokens or not rows.keys() <= self.tokens.keys():
+            return 0
+        if len({self._starts[key] + len(tokens) for key, tokens in rows.items()}) > 1:
+            return 0
+        return min(self._starts[key] + _common(self.tokens[key], tokens) for key, tokens in rows.items())
+
+    def _restart(self, rows: Mapping[int, Sequence[int]]) -> int:
+        """Make the cache an empty one of these rows. Return the first column to compute, 0."""
+        longest = max(map(len, rows.values()))
+        self._place({key: longest - len(tokens) for key, tokens in rows.items()})
+        self.tokens = {key: [] for key in rows}
+        for layer in self._layers:
+            layer.truncate(0)
+        return 0
+
+    def _place(self, starts: dict[int, int]) -> None:
+        self._starts = starts
+        self._columns.starts = torch.tensor(list(starts.values()), device=self._device)
+        self._columns.padding = max(starts.values())
+
+    def _forward(self, texts: Mapping[int, list[int]], first: int, end: int, is_last: bool) -> Tensor:
+        """Compute columns [first, end). Return the logits of each row's last token if these are the last columns."""
+        columns = range(first, end)
+        rows = [
+            [text[i - start] if 0 <= i - start < len(text) else text[0] for i in columns]
+            for text, start in zip(texts.values(), self._starts.values(), strict=True)
+        ]
+        tokens = torch.tensor(rows, device=self._device)
+        positions = torch.arange(first, end, device=self._device) - self._columns.starts[:, None]
+        samples = torch.arange(len(rows), device=self._device)
+        context = Context(positions.clamp(min=0), torch.zeros_like(tokens), samples)
+        labels = torch.full_like(tokens, IGNORE_INDEX)
+        labels[:, -1] = READ_HERE if is_last else IGNORE_INDEX
+        readout = NextLogits(shape=(len(rows), self._vocab_size), first_row=0)
+        logits = self._model(tokens, context, head=readout.head(labels, context.documents, None))
+        self._columns.end = end
+        return logits
+
+
+def _common(cached: Sequence[int], tokens: Sequence[int]) -> int:
+    """Return how many tokens are cached, without the last one, from which the next token follows."""
+    limit = min(len(cached), len(tokens) - 1)
+    if list(tokens[:limit]) == list(cached[:limit]):
+        return limit
+    return next(i for i in range(limit) if cached[i] != tokens[i])
