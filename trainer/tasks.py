@@ -21,7 +21,7 @@ from trainer.base.system.files import atomic_write, digest
 from trainer.base.system.spelling import counted
 from trainer.data.prepare.encode import chat_format
 from trainer.data.sampling.loader import BatchPartition
-from trainer.data.tasks.encode import Request, encode_chat, encode_request
+from trainer.data.tasks.encode import Request
 from trainer.data.tasks.packed_requests import PackedRequests
 from trainer.data.tasks.questions import Question, read_questions
 from trainer.data.tokenizer.protocol import Tokenizer
@@ -53,6 +53,8 @@ class Task:
     requests: Sequence[Sequence[Request]]
     """Requests of each question: its choices, then, with acc_mutual_info, the same after a context that says nothing."""
     packed: PackedRequests
+    prompts: Sequence[Sequence[int]]
+    """Tokens after which the model generates, of each question of an exact task. Other tasks have requests instead."""
 
     @property
     def identity(self) -> str:
@@ -97,19 +99,23 @@ def _load_task(name: str, config: TaskConfig, data: DataConfig, tokenizer: Token
     if tokenizer.bos is None and any(not context.rstrip() for q in questions for context, _ in _pairs(config, q)):
         line = "the tokenizer has no BOS token, so EOS stands before continuations without a context"
         console.info(f"task {name}: {line}")
-    max_tokens, render = config.max_seq_len or seq_len, None
-    if config.chat:
-        chat = chat_format(data, tokenizer)
-        render = lambda text: chat.prompt([{"role": "user", "content": text}])  # noqa: E731
-
-    def encode(context: str, continuation: str) -> Request:
-        if render is None or not context:
-            return encode_request(context, continuation, tokenizer, max_tokens, f"{key}.path")
-        return encode_chat(context, continuation, render, tokenizer, max_tokens, f"{key}.path")
-
-    requests = [[encode(*pair) for pair in _pairs(config, question)] for question in questions]
+    chat = chat_format(data, tokenizer) if config.chat else None
+    encode = RequestEncoder(
+        tokenizer=tokenizer,
+        max_tokens=config.max_seq_len or seq_len,
+        render=None if chat is None else lambda text: chat.prompt([{"role": "user", "content": text}]),
+    )
+    requests: list[list[Request]] = []
+    prompts: list[list[int]] = []
+    try:
+        if config.kind == "exact":
+            prompts = [encode.prompt(question.requests[0][0], config.max_new_tokens) for question in questions]
+        else:
+            requests = [[encode(*pair) for pair in _pairs(config, question)] for question in questions]
+    except (RequestTooLong, TemplateFailure) as failure:
+        raise ConfigError(f"{key}.path", str(failure)) from None
     packed = PackedRequests.pack(requests, seq_len)
-    return Task(name=name, config=config, questions=questions, requests=requests, packed=packed)
+    return Task(name=name, config=config, questions=questions, requests=requests, packed=packed, prompts=prompts)
 
 
 def _pairs(config: TaskConfig, question: Question) -> tuple[tuple[str, str], ...]:
@@ -151,21 +157,75 @@ class TaskEvaluator:
             loading: See Loading.
             number: Number of completed steps, which names the file of results.
         """
+        if task.config.kind == "exact":
+            values, lines, num_tokens = self._generate(task, step, loading)
+        else:
+            values, lines = self._score(task, step, loading)
+            num_tokens = task.packed.num_tokens
+        if task.config.save_requests:
+            run_on_rank_0(lambda: self._save(task, lines, number))
+        result = means(task.config, values) if values else dict.fromkeys(task.config.measured, math.nan)
+        return result | {"num_questions": len(values), "num_tokens": num_tokens}
+
+    def _is_late(self, task: Task, start_s: float) -> bool:
+        """Return whether the time of a task is over, collectively."""
+        limit = task.config.time_limit_s
+        is_late = bool(limit) and run_on_rank_0(lambda: time.monotonic() - start_s > limit)
+        if is_late:
+            console.info(f"task {task.name}: stopped after time_limit_s = {limit:g}")
+        return is_late
+
+    def _generate(self, task: Task, step: Step, loading: Loading) -> tuple[list[Values], list[dict[str, Any]], int]:
+        """Return the values of the questions of an exact task, a line for the file of results for each, and the number of new
+        tokens."""
+        start_s, size, answers = time.monotonic(), self.partition.ranks * self.partition.local_batch_size, []
+        requests = [
+            TextRequest(
+                prompt=prompt,
+                sampling=Sampling(temperature=0.0),
+                stop_tokens=self.stop_tokens,
+                stop=question.stop or task.config.stop,
+                max_new_tokens=task.config.max_new_tokens,
+                continues=() if task.config.chat else prompt[len(self.tokenizer.prefix) :],
+            )
+            for question, prompt in zip(task.questions, task.prompts, strict=True)
+        ]
+        for first in range(0, len(requests), size):
+            if first and self._is_late(task, start_s):
+                break
+            answers += generate_in_training(
+                requests[first : first + size],
+                step,
+                self.partition,
+                self.device,
+                loading,
+                self.tokenizer,
+                self.seq_len,
+                self.vocab_size,
+            )
+        answered = list(zip(task.questions, answers, strict=False))
+        values = [exact_values(task.config, question, answer.text) for question, answer in answered]
+        lines = [{"question": question.key, "text": answer.text} for question, answer in answered]
+        return values, lines, sum(len(answer.tokens) for answer in answers)
+
+    def _score(self, task: Task, step: Step, loading: Loading) -> tuple[list[Values], list[dict[str, Any]]]:
+        """Return the values of the questions whose requests are scored, and a line for the file of results for each request."""
         with self.by_document():
             log_probs, is_greedy, is_done = self._scores(task, step, loading)
-        values, first = [], 0
+        values, lines, first = [], [], 0
         for question, requests in zip(task.questions, task.requests, strict=True):
             own = slice(first, first := first + len(requests))
             if is_done[own].all():  # otherwise the time was over before
                 values.append(_values(task.config, question, log_probs[own], is_greedy[own]))
-        if task.config.save_requests:
-            run_on_rank_0(lambda: self._save(task, log_probs, is_greedy, is_done, number))
-        result = means(task.config, values) if values else dict.fromkeys(task.config.measured, math.nan)
-        return result | {"num_questions": len(values), "num_tokens": task.packed.num_tokens}
+                lines += [
+                    {"question": question.key, "request": i, "log_prob": log_prob, "is_greedy": greedy}
+                    for i, (log_prob, greedy) in enumerate(zip(log_probs[own].tolist(), is_greedy[own].tolist()))
+                ]
+        return values, lines
 
     def _scores(self, task: Task, step: Step, loading: Loading) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return the log-probability of each request, whether it is greedy, and whether both are known, each (requests,)."""
-        packed, limit, start = task.packed, task.config.time_limit_s, time.monotonic()
+        packed, start_s = task.packed, time.monotonic()
         size = self.partition.ranks * self.partition.local_batch_size
         readout = DocumentScores(
             num_documents=packed.num_documents,
@@ -177,8 +237,7 @@ class TaskEvaluator:
         is_done = np.array([not request.continuation for request in packed.requests], bool)
         log_probs, is_greedy = np.zeros(len(is_done)), is_done.copy()
         for first in range(0, len(packed), size):
-            if limit and first and run_on_rank_0(lambda: time.monotonic() - start > limit):
-                console.info(f"task {task.name}: stopped after time_limit_s = {limit:g}")
+            if first and self._is_late(task, start_s):
                 break
             index = first + self.partition.samples(np.zeros(1, np.int64))[0]
             with loading():
