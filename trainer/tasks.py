@@ -250,19 +250,13 @@ class TaskEvaluator:
                 is_done[documents] = True
         return log_probs, is_greedy, is_done
 
-    def _save(self, task: Task, log_probs: np.ndarray, is_greedy: np.ndarray, is_done: np.ndarray, number: int) -> None:
-        """Write the result of each request as a JSON line."""
-        lines, first = [], 0
-        for question, requests in zip(task.questions, task.requests, strict=True):
-            for i in range(len(requests)):
-                result = {"log_prob": float(log_probs[first + i]), "is_greedy": bool(is_greedy[first + i])}
-                if is_done[first + i]:
-                    lines.append(json.dumps({"question": question.key, "request": i} | result))
-            first += len(requests)
+    def _save(self, task: Task, lines: Sequence[Mapping[str, Any]], number: int) -> None:
+        """Write the results as JSON lines."""
         folder = self.folder / FOLDER / task.name
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            atomic_write(folder / f"step-{number:08}.jsonl", "\n".join([*lines, ""]))
+            text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+            atomic_write(folder / f"step-{number:08}.jsonl", text)
         except OSError as error:
             console.warning(f"task {task.name}: {folder} cannot be written ({error.strerror})")
 
