@@ -104,7 +104,7 @@ def build_trainer(
         data=TrainingData(run.config, replace(run.datasets, training=initial.training), partition, device),
         samples=_build_samples(run, resolved, initial, partition, device),
         evaluator=_build_evaluator(run, initial, partition, device, evaluation_objective),
-        tasks=_build_tasks(run, resolved, engine, meshes, partition),
+        tasks=_build_tasks(run, resolved, initial, engine, meshes, partition),
         checkpoints=checkpoints,
         early_stopping=EarlyStopping(config.evaluation, checkpoints.best.identity),
         monitor=StepMonitor(config.resilience, engine.optimizer.device),
@@ -213,7 +213,7 @@ def _build_samples(
         prompts=run.prompts,
         is_chat=run.text.is_chat,
         tokenizer=run.text.tokenizer,
-        stop=frozenset(ids_of_ends(json.loads(initial.files[GENERATION_CONFIG]))),
+        stop=_stop_tokens(initial),
         vocab_size=resolved.sizes.vocab_size,
         seq_len=run.config.training.seq_len,
         partition=partition,
@@ -237,7 +237,12 @@ def _build_evaluator(
 
 
 def _build_tasks(
-    run: CheckedRun, resolved: ResolvedRun, engine: Engine, meshes: Meshes, partition: BatchPartition
+    run: CheckedRun,
+    resolved: ResolvedRun,
+    initial: InitialModel,
+    engine: Engine,
+    meshes: Meshes,
+    partition: BatchPartition,
 ) -> TaskEvaluator:
     training = run.config.training
 
@@ -266,8 +271,17 @@ def _build_tasks(
         chunk_tokens=training.loss_chunk_tokens,
         compiled=resolved.compiled,
         by_document=nullcontext if run.config.data.document_mask else by_document,
+        tokenizer=run.text.tokenizer,
+        stop_tokens=_stop_tokens(initial),
+        seq_len=training.seq_len,
+        vocab_size=resolved.sizes.vocab_size,
         folder=run.config.run.folder,
     )
+
+
+def _stop_tokens(initial: InitialModel) -> frozenset[int]:
+    """Return the tokens that end a text."""
+    return frozenset(ids_of_ends(json.loads(initial.files[GENERATION_CONFIG])))
 
 
 def _build_metrics(run: CheckedRun, resolved: ResolvedRun, engine: Engine, epochs: float | None) -> Metrics:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,18 +20,23 @@ from trainer.base.config import ConfigError, DataConfig, EvaluationConfig, TaskC
 from trainer.base.system import console
 from trainer.base.system.files import atomic_write, digest
 from trainer.base.system.spelling import counted
+from trainer.data.chat.template import TemplateFailure
 from trainer.data.prepare.encode import chat_format
 from trainer.data.sampling.loader import BatchPartition
-from trainer.data.tasks.encode import Request
+from trainer.data.tasks.encode import Request, RequestEncoder, RequestTooLong
 from trainer.data.tasks.packed_requests import PackedRequests
 from trainer.data.tasks.questions import Question, read_questions
 from trainer.data.tokenizer.protocol import Tokenizer
+from trainer.inference.engine import Request as TextRequest
+from trainer.inference.engine import Sampling
+from trainer.inference.in_training import generate_in_training
 from trainer.objective.document_scores import DocumentScores
 from trainer.objective.task_metrics import (
     Values,
     chance_level,
     choices_values,
     continuation_values,
+    exact_values,
     means,
 )
 from trainer.parallel.step import Step
@@ -138,6 +144,13 @@ class TaskEvaluator:
     """See CrossEntropyHead."""
     by_document: Callable[[], AbstractContextManager[None]]
     """Context manager in which attention ends at document boundaries."""
+    tokenizer: Tokenizer
+    stop_tokens: frozenset[int]
+    """Tokens that end a text."""
+    seq_len: int
+    """Length of the sequences in training."""
+    vocab_size: int
+    """Number of rows of the output weight."""
     folder: Path
     """Run folder."""
 
@@ -219,7 +232,9 @@ class TaskEvaluator:
                 values.append(_values(task.config, question, log_probs[own], is_greedy[own]))
                 lines += [
                     {"question": question.key, "request": i, "log_prob": log_prob, "is_greedy": greedy}
-                    for i, (log_prob, greedy) in enumerate(zip(log_probs[own].tolist(), is_greedy[own].tolist()))
+                    for i, (log_prob, greedy) in enumerate(
+                        zip(log_probs[own].tolist(), is_greedy[own].tolist(), strict=True)
+                    )
                 ]
         return values, lines
 

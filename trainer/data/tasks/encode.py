@@ -10,9 +10,9 @@ are the same.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from trainer.base.config import ConfigError
 from trainer.data.tokenizer.protocol import Tokenizer
 
 
@@ -22,44 +22,48 @@ class Request(NamedTuple):
     continuation: tuple[int, ...]
 
 
-def encode_request(context: str, continuation: str, tokenizer: Tokenizer, max_tokens: int, key: str) -> Request:
-    """Return the tokens of a request.
-
-    Args:
-        context: Text that precedes the continuation.
-        continuation: Text whose log-probability is asked for.
-        tokenizer: Tokenizer of the run.
-        max_tokens: Maximum number of tokens that the model reads: of both, without the last one, which it only predicts.
-        key: Setting that an error names.
-
-    Raises:
-        ConfigError: The continuation is longer than max_tokens, or there is no token that can stand for an empty context.
-    """
-    kept = context.rstrip()
-    continuation, prefix = context[len(kept) :] + continuation, list(tokenizer.prefix)
-    if kept:
-        whole = prefix + tokenizer.encode(kept + continuation)
-        before = prefix + tokenizer.encode(kept)
-        after = whole[len(before) :]
-    else:
-        before = [tokenizer.eos if tokenizer.bos is None else tokenizer.bos]
-        after = tokenizer.encode(continuation)
-    return fitted(before, after, max_tokens, key)
+class RequestTooLong(Exception):
+    """The reason why the model cannot read a request."""
 
 
-def encode_chat(
-    context: str, continuation: str, render: Callable[[str], list[int]], tokenizer: Tokenizer, max_tokens: int, key: str
-) -> Request:
-    """Return the tokens of a request whose context is the message of a user. The template has set the boundary, so the
-    continuation is encoded alone, without white space at its start. render: encodes the message up to the answer. For the other
-    arguments see encode_request."""
-    return fitted(render(context), tokenizer.encode(continuation.lstrip()), max_tokens, key)
+@dataclass(frozen=True, kw_only=True)
+class RequestEncoder:
+    tokenizer: Tokenizer
+    max_tokens: int
+    """Maximum number of tokens that the model reads: of both parts, without the last token, which it only predicts."""
+    render: Callable[[str], list[int]] | None
+    """Encodes the message of a user up to the answer. None: contexts are plain text."""
 
+    def __call__(self, context: str, continuation: str) -> Request:
+        """Return the tokens of a request. In a chat, the template sets the boundary, so a continuation is encoded alone, without
+        white space at its start. Raises RequestTooLong if the continuation is longer than max_tokens."""
+        if context and self.render is not None:
+            return self._fitted(self.render(context), self.tokenizer.encode(continuation.lstrip()))
+        kept = context.rstrip()
+        continuation, prefix = context[len(kept) :] + continuation, list(self.tokenizer.prefix)
+        if not kept:
+            return self._fitted([self._before_empty], self.tokenizer.encode(continuation))
+        whole = prefix + self.tokenizer.encode(kept + continuation)
+        before = prefix + self.tokenizer.encode(kept)
+        return self._fitted(before, whole[len(before) :])
 
-def fitted(before: list[int], after: list[int], max_tokens: int, key: str) -> Request:
-    """Return a request that loses its first tokens if the model would read more than max_tokens."""
-    if len(after) > max_tokens:
-        message = f"a continuation has {len(after)} tokens, but a request has at most {max_tokens}"
-        raise ConfigError(key, f"{message}; see max_seq_len and [training] seq_len")
-    excess = max(0, len(before) + len(after) - 1 - max_tokens)
-    return Request(tuple(before[excess:]), tuple(after))
+    def prompt(self, context: str, max_new_tokens: int) -> list[int]:
+        """Return the tokens after which the model generates. Raises RequestTooLong if max_new_tokens leaves no room for them."""
+        if (room := self.max_tokens - max_new_tokens) < 1:
+            message = f"max_new_tokens = {max_new_tokens} leaves no room for a prompt"
+            raise RequestTooLong(f"{message} in the {self.max_tokens} tokens of a request")
+        if context and self.render is not None:
+            return self.render(context)[-room:]
+        return [*self.tokenizer.prefix, *self.tokenizer.encode(context)][-room:] or [self._before_empty]
+
+    @property
+    def _before_empty(self) -> int:
+        return self.tokenizer.eos if self.tokenizer.bos is None else self.tokenizer.bos
+
+    def _fitted(self, before: list[int], after: list[int]) -> Request:
+        """Return a request that loses its first tokens if the model would read more than max_tokens."""
+        if len(after) > self.max_tokens:
+            message = f"a continuation has {len(after)} tokens, but a request has at most {self.max_tokens}"
+            raise RequestTooLong(f"{message}; see max_seq_len and [training] seq_len")
+        excess = max(0, len(before) + len(after) - 1 - self.max_tokens)
+        return Request(tuple(before[excess:]), tuple(after))
