@@ -263,6 +263,8 @@ class TaskEvaluator:
                 log_probs[documents] = scores.log_probs[row - first, : len(documents)].numpy()
                 is_greedy[documents] = scores.is_greedy[row - first, : len(documents)].numpy()
                 is_done[documents] = True
+        for index, same in packed.copies:
+            log_probs[index], is_greedy[index], is_done[index] = log_probs[same], is_greedy[same], is_done[same]
         return log_probs, is_greedy, is_done
 
     def _save(self, task: Task, lines: Sequence[Mapping[str, Any]], number: int) -> None:

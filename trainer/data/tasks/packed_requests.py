@@ -29,11 +29,15 @@ class _Unit(NamedTuple):
 
 @dataclass(frozen=True)
 class PackedRequests:
-    """Samples of seq_len tokens that contain each request once. They depend neither on the layout nor on the batch size."""
+    """Samples of seq_len tokens that contain each different request of a question once. They depend neither on the layout nor on
+    the batch size."""
 
     requests: Sequence[Request]
     seq_len: int
     rows: list[list[_Unit]]
+    copies: list[tuple[int, int]]
+    """(index, index of an equal request of the same question, which is in a sample in its place). Two documents would differ in
+    the last bit, and so decide between equal choices."""
 
     @classmethod
     def pack(cls, questions: Sequence[Sequence[Request]], seq_len: int, share: bool = True) -> "PackedRequests":
@@ -46,18 +50,22 @@ class PackedRequests:
         """
         requests = [request for question in questions for request in question]
         rows: list[list[_Unit]] = []
+        copies: list[tuple[int, int]] = []
         free: list[tuple[int, int]] = []  # (tokens left, row), sorted
         first = 0
         for question in questions:
-            indices = list(range(first, first := first + len(question)))
-            for unit in _units(requests, [i for i in indices if requests[i].continuation], seq_len, share):
+            indices = range(first, first := first + len(question))
+            original = {requests[i]: i for i in reversed(indices)}
+            copies += [(i, original[requests[i]]) for i in indices if original[requests[i]] != i]
+            own = [i for i in indices if original[requests[i]] == i and requests[i].continuation]
+            for unit in _units(requests, own, seq_len, share):
                 place = bisect.bisect_left(free, (unit.length, -1))  # the row that is filled best
                 left, row = free.pop(place) if place < len(free) else (seq_len, len(rows))
                 if row == len(rows):
                     rows.append([])
                 rows[row].append(unit)
                 bisect.insort(free, (left - unit.length, row))
-        return cls(requests, seq_len, rows)
+        return cls(requests, seq_len, rows, copies)
 
     def __len__(self) -> int:
         return len(self.rows)

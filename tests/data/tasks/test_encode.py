@@ -1,0 +1,76 @@
+"""Tokens of requests by the rules of lm-evaluation-harness."""
+
+from dataclasses import dataclass
+
+import pytest
+
+from trainer.data.tasks.encode import Request, RequestEncoder, RequestTooLong
+
+
+@dataclass
+class Letters:
+    """A tokenizer whose tokens are characters, except that "ab" and " c" are one."""
+
+    prefix: tuple = ()
+    bos: int | None = 1
+    eos: int = 2
+
+    def encode(self, text):
+        return [ord(c) for c in text.replace("ab", "#").replace(" c", "~")]
+
+
+def words(text):
+    return tuple(ord(c) for c in text)
+
+
+def encoder(max_tokens=100, render=None, **tokenizer):
+    return RequestEncoder(tokenizer=Letters(**tokenizer), max_tokens=max_tokens, render=render)
+
+
+@pytest.mark.parametrize(
+    ("context", "continuation", "expected"),
+    [
+        ("x", " c", ("x", "~")),
+        ("x ", "c", ("x", "~")),  # white space at the end of the context belongs to the continuation
+        ("x \n", "c", ("x", " \nc")),
+        ("xa", "by", ("xa", "y")),  # one token over the boundary is not scored: the context alone has as many
+        ("x", "", ("x", "")),
+    ],
+)
+def test_the_text_is_encoded_as_a_whole_and_split(context, continuation, expected):
+    assert encoder()(context, continuation) == Request(*map(words, expected))
+
+
+@pytest.mark.parametrize(("bos", "first"), [(1, 1), (None, 2)])
+@pytest.mark.parametrize("context", ["", " "])
+def test_an_empty_context_is_bos_or_else_eos(bos, first, context):
+    assert encoder(bos=bos)(context, "y") == Request((first,), words(context + "y"))
+
+
+def test_bos_precedes_if_the_tokenizer_adds_it():
+    assert encoder(prefix=(1,))("x", "y") == Request((1, ord("x")), words("y"))
+    assert encoder(prefix=(1,))("", "y") == Request((1,), words("y"))
+
+
+def test_a_long_request_loses_its_first_tokens_but_never_a_target():
+    assert encoder(max_tokens=3)("vwx", "yz") == Request(words("wx"), words("yz"))
+    assert encoder(max_tokens=2)("vwx", "yz") == Request(words("x"), words("yz"))
+    with pytest.raises(
+        RequestTooLong, match="a continuation has 3 tokens, but a request has at most 2; see max_seq_len"
+    ):
+        encoder(max_tokens=2)("x", "xyz")
+
+
+def test_the_template_of_a_chat_sets_the_boundary():
+    chat = encoder(render=lambda text: [*words(f"<{text}>")])
+    assert chat("x", " yz") == Request(words("<x>"), words("yz"))
+    assert chat.prompt("x", 5) == [*words("<x>")]
+
+
+def test_a_prompt_leaves_room_for_the_new_tokens():
+    assert encoder(max_tokens=5).prompt("vwxyz", 2) == [*words("xyz")]
+    assert encoder().prompt("", 2) == [1]
+    with pytest.raises(
+        RequestTooLong, match="max_new_tokens = 5 leaves no room for a prompt in the 5 tokens of a request"
+    ):
+        encoder(max_tokens=5).prompt("x", 5)
