@@ -136,6 +136,8 @@ def generate(args: argparse.Namespace, device: torch.device) -> None:
     )
     if dist.get_rank() == 0 and (why := why_chosen(args.path, generator.folder)):
         print_line(f"{generator.folder}: {why}", sys.stderr)
+    if args.chat or len(args.prompt) == 1:  # memory should not be lacking in the middle of an answer
+        generator.cache.reserve(1, generator.max_seq_len)
     sampling = Sampling(args.temperature, args.top_k, args.top_p)
     settings = {"sampling": sampling, "seed": args.seed, "stop": args.stop, "max_new_tokens": args.max_new_tokens}
     if args.chat:

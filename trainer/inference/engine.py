@@ -127,13 +127,12 @@ def generate(
 def _choose(logits: Tensor, texts: Sequence["_Text"], group: dist.ProcessGroup | None) -> list[int]:
     """Return the next token of each text. One rank chooses, because processors differ in the last bit of a softmax. logits:
     (texts, vocabulary)."""
-    if group is None or group.rank() == 0:
-        rows = logits.double().cpu()
-        tokens = torch.tensor([text.choose(row) for text, row in zip(texts, rows, strict=True)])
-    else:
-        tokens = torch.empty(len(texts), dtype=torch.int64)
-    if group is not None and group.size() > 1:
-        dist.broadcast(tokens, group=group, group_src=0)
+    is_chooser = group is None or group.rank() == 0
+    chosen = [text.choose(row) for text, row in zip(texts, logits.double().cpu(), strict=True)] if is_chooser else []
+    if group is None or group.size() == 1:
+        return chosen
+    tokens = torch.tensor(chosen or [_NO_TOKEN] * len(texts), device=logits.device)
+    dist.broadcast(tokens, group=group, group_src=0)
     return tokens.tolist()
 
 

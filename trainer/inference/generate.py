@@ -21,6 +21,7 @@ from trainer.data.tokenizer.protocol import Tokenizer
 from trainer.inference.engine import Answer, Request, generate
 from trainer.inference.kv_cache import KvCache
 from trainer.inference.load import build_model
+from trainer.inference.scores import Pair, score_continuations
 from trainer.parallel.tensor import apply_tensor
 from trainer.runtime.distributed import run_on_rank_0
 
@@ -87,7 +88,7 @@ class TextGenerator:
             max_rows: Number of texts that are generated at once.
 
         Raises:
-            ConfigError: The model cannot be loaded, or the KV cache does not fit into memory.
+            ConfigError: The model cannot be loaded.
         """
         folder = run_on_rank_0(partial(resolve_checkpoint, folder))
         weights = open_weights(folder, base, averaged=averaged)
@@ -109,7 +110,6 @@ class TextGenerator:
 
         model = build_model(weights, sizes, dtype, device, shard)
         cache = KvCache(model, model.structure(), sizes, dtype, tp)
-        cache.reserve(1, max_seq_len)
         stop = {tokenizer.eos, *ids_of_ends(metadata_and_generation(folder)[1])}
         chat_template = chat_template or str(weights.template_file() or "")
         group = None if mesh is None else mesh.get_group()
@@ -139,6 +139,11 @@ class TextGenerator:
             )
             raise ConfigError("", message)
         return Request(prompt=[*prefix, *tokens], continues=tokens, stop_tokens=self.stop, **settings)
+
+    def score(self, pairs: Sequence[Pair]) -> list[tuple[float, bool]]:
+        """Return the score of each pair, collectively over the group. See score_continuations."""
+        with self.cache.removed() as model:
+            return score_continuations(model, pairs, self.max_rows, self.max_seq_len, self.cache.device)
 
     def generate(
         self, requests: Sequence[Request], on_text: Callable[[int, str], None] = lambda index, text: None

@@ -4,7 +4,8 @@ The texts, one in each row, end in the same column. Columns before the first tok
 again, and only padding attends to them. So a window of columns is a window of tokens, and nothing in a row depends on another.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -138,16 +139,34 @@ class KvCache:
         self._columns = _Columns()
         self._reserved = (0, 0)
         self._model, self._vocab_size = model, sizes.vocab_size
-        self._device = next(model.parameters()).device
+        self.device = next(model.parameters()).device
         self._layers: list[CachedAttention] = []
-        for name, kind in structure.kinds.items():
-            model.set_submodule(f"{structure.masks}.{name}", _CachedMask(kind.window, self._columns, dtype))
+        modules: dict[str, nn.Module] = {
+            f"{structure.masks}.{name}": _CachedMask(kind.window, self._columns, dtype)
+            for name, kind in structure.kinds.items()
+        }
         shape = sizes.n_kv_heads // tp, sum(sizes.head_widths)
-        blocks = model.get_submodule(structure.blocks_path).children()
-        for block, kind in zip(blocks, structure.layer_kinds, strict=True):
-            layer = CachedAttention(structure.kinds[kind], *shape, dtype, self._device)
-            block.set_submodule(structure.attention, layer)
+        for i, kind in enumerate(structure.layer_kinds):
+            layer = CachedAttention(structure.kinds[kind], *shape, dtype, self.device)
+            modules[f"{structure.blocks_path}.{i}.{structure.attention}"] = layer
             self._layers.append(layer)
+        self._replaced = self._replace(modules)
+
+    def _replace(self, modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+        """Replace modules of the model. Return those that were replaced."""
+        replaced = {name: self._model.get_submodule(name) for name in modules}
+        for name, module in modules.items():
+            self._model.set_submodule(name, module)
+        return replaced
+
+    @contextmanager
+    def removed(self) -> Iterator[nn.Module]:
+        """Context manager in which the model is as it was without the cache."""
+        cached = self._replace(self._replaced)
+        try:
+            yield self._model
+        finally:
+            self._replace(cached)
 
     def reserve(self, rows: int, columns: int) -> None:
         """Provide memory for a batch. Raises ConfigError if memory is lacking."""
@@ -189,7 +208,7 @@ class KvCache:
         """Remove rows that have ended, if they are half of the batch, because this copies the others."""
         if 2 * len(rows) > len(self.tokens) or not rows.keys() <= self.tokens.keys():
             return
-        kept = torch.tensor([i for i, key in enumerate(self.tokens) if key in rows], device=self._device)
+        kept = torch.tensor([i for i, key in enumerate(self.tokens) if key in rows], device=self.device)
         for layer in self._layers:
             layer.select(kept)
         self.tokens = {key: text for key, text in self.tokens.items() if key in rows}
@@ -214,7 +233,7 @@ class KvCache:
 
     def _place(self, starts: dict[int, int]) -> None:
         self._starts = starts
-        self._columns.starts = torch.tensor(list(starts.values()), device=self._device)
+        self._columns.starts = torch.tensor(list(starts.values()), device=self.device)
         self._columns.padding = max(starts.values())
 
     def _forward(self, texts: Mapping[int, list[int]], first: int, end: int, is_last: bool) -> Tensor:
@@ -224,9 +243,9 @@ class KvCache:
             [text[i - start] if 0 <= i - start < len(text) else text[0] for i in columns]
             for text, start in zip(texts.values(), self._starts.values(), strict=True)
         ]
-        tokens = torch.tensor(rows, device=self._device)
-        positions = torch.arange(first, end, device=self._device) - self._columns.starts[:, None]
-        samples = torch.arange(len(rows), device=self._device)
+        tokens = torch.tensor(rows, device=self.device)
+        positions = torch.arange(first, end, device=self.device) - self._columns.starts[:, None]
+        samples = torch.arange(len(rows), device=self.device)
         context = Context(positions.clamp(min=0), torch.zeros_like(tokens), samples)
         labels = torch.full_like(tokens, IGNORE_INDEX)
         labels[:, -1] = READ_HERE if is_last else IGNORE_INDEX

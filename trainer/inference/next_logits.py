@@ -1,4 +1,4 @@
-"""The logits from which the next token of a text is chosen, in every layout."""
+"""Logits at chosen positions, in every layout."""
 
 from dataclasses import dataclass
 
@@ -13,6 +13,28 @@ READ_HERE = 0
 """Label of the position whose logits are read. All other positions have no label."""
 
 
+def logits_of(hidden: Tensor, weight: Tensor, softcap: float | None) -> Tensor:
+    """Return logits of the complete vocabulary, (positions, vocabulary), fp32.
+
+    Args:
+        hidden: Last hidden states of the chosen positions, (positions, dim). Ranks of tensor parallelism have the same.
+        weight: Of the output. Under tensor parallelism, a DTensor.
+        softcap: Limit of the logits.
+    """
+    local = weight.to_local() if isinstance(weight, DTensor) else weight
+    logits = F.linear(hidden, local.to(hidden.dtype)).float()
+    if softcap is not None:
+        logits = softcap * (logits / softcap).tanh()
+    if not isinstance(weight, DTensor):
+        return logits
+    mesh = weight.device_mesh
+    first = -(-weight.shape[0] // mesh.size()) * mesh.get_local_rank()
+    result = logits.new_zeros(len(hidden), weight.shape[0])
+    result[:, first : first + logits.shape[1]] = logits
+    dist.all_reduce(result, group=mesh.get_group())
+    return result
+
+
 @dataclass(frozen=True, kw_only=True)
 class NextLogits:
     """Readout of the logits at the marked position of each row, of which a microbatch has at most one."""
@@ -24,22 +46,11 @@ class NextLogits:
 
     def head(self, labels: Tensor, documents: Tensor, reference: Tensor | None) -> Head:
         def head(hidden: Tensor, weight: Tensor, softcap: float | None = None) -> Tensor:
-            first_token, group = 0, None
-            if isinstance(weight, DTensor):
-                mesh = weight.device_mesh
-                group = mesh.get_group()
-                first_token = -(-weight.shape[0] // mesh.size()) * mesh.get_local_rank()
-                hidden, weight = hidden.to_local(), weight.to_local()
+            hidden = hidden.to_local() if isinstance(hidden, DTensor) else hidden
             rows, positions = (labels == READ_HERE).nonzero(as_tuple=True)
-            logits = F.linear(
-                hidden[rows, positions], weight.to(hidden.dtype)
-            ).float()  # (marked rows, tokens on this rank)
-            if softcap is not None:
-                logits = softcap * (logits / softcap).tanh()
+            logits = logits_of(hidden[rows, positions], weight, softcap)
             result = logits.new_zeros(self.shape)
-            result[self.first_row + rows, first_token : first_token + logits.shape[1]] = logits
-            if group is not None:
-                dist.all_reduce(result, group=group)
+            result[self.first_row + rows] = logits
             return result
 
         return head

@@ -179,6 +179,21 @@ class ChatFormat:
         turns = {i: turn for i, turn in self._find(rendering, data).items() if turn}
         return self._encode_rendered(rendering, turns, ())[0]
 
+    def text(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
+        """Return the text of messages, as transformers' apply_chat_template does without tokenizing it.
+
+        Args:
+            messages: Of the conversation.
+            add_generation_prompt: Whether the start of the next answer follows. Otherwise, the text ends with that of the last
+                message, so that it can be continued.
+
+        Raises:
+            TemplateFailure: The template cannot render the messages.
+        """
+        text = self._render(messages, add_generation_prompt).text
+        last = str(messages[-1]["content"]).strip()
+        return text if add_generation_prompt else text[: text.rindex(last) + len(last)]
+
     def encode_completion(self, prompt: str, completion: str) -> TokensAndMask:
         """Encode a text and its continuation without the template. The prompt, and BOS if the tokenizer adds it, are not targets.
         The completion and EOS are targets."""

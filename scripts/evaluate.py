@@ -1,0 +1,121 @@
+"""Evaluate a trained model on tasks of EleutherAI's lm-evaluation-harness (pip install lm-eval).
+
+python scripts/evaluate.py outputs/debug --tasks own_text --include-path tasks
+python scripts/evaluate.py outputs/debug@best --tasks hellaswag,arc_easy --num-fewshot 5 --limit 100 --output results.json
+torchrun --nproc-per-node 4 scripts/evaluate.py outputs/debug --tasks hellaswag --tp 2    # two models over two ranks each
+"""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from trainer.base.system.signals import exit_on_interrupt
+
+if __name__ == "__main__":
+    exit_on_interrupt()
+
+from trainer.base.config.argument_types import existing_folder, file_to_write, non_negative_int, positive_int
+from trainer.base.config.arguments import Arguments
+from trainer.base.config.exits import answer_early, one_line_errors, run_to_end
+
+
+def arguments() -> Arguments:
+    parser = Arguments(__doc__)
+    add = parser.add_argument
+    add("path", type=Path, help="checkpoint, run folder (its newest checkpoint, or RUN@best), or Hugging Face folder")
+    add("--tasks", required=True, metavar="NAMES", help="names of tasks and groups, with commas between them")
+    add("--include-path", type=existing_folder, metavar="PATH", help="folder with the YAML files of further tasks")
+    add(
+        "--num-fewshot",
+        type=non_negative_int,
+        metavar="N",
+        help="number of examples in a context (default: the task's)",
+    )
+    add("--limit", type=positive_int, metavar="N", help="number of documents of each task (default: all)")
+    add("--batch-size", type=positive_int, default=16, metavar="N", help="number of texts that are computed together")
+    add("--apply-chat-template", action="store_true", help="make a message of a user of each context")
+    add("--chat-template", default="", metavar="NAME", help="shipped template or a file (default: the model's)")
+    add("--max-seq-len", type=non_negative_int, default=0, metavar="N", help="context window; 0: the model's")
+    add("--tp", type=positive_int, default=1, metavar="N", help="number of ranks over which the matrices are sharded")
+    add("--base", type=Path, metavar="PATH", help="base model of an adapter (default: the path at training)")
+    add("--averaged", action="store_true", help="use the averaged weights of the run ([optimizer] ema_decay)")
+    add("--output", type=file_to_write, metavar="FILE", help="write the results in the harness's JSON form")
+    add("--dtype", choices=["fp32", "bf16"], help="default: bf16 on a GPU, fp32 on a CPU")
+    add("--device", choices=["auto", "gpu", "cpu"], default="auto", help="device of the model")
+    return parser
+
+
+if __name__ == "__main__":
+    answer_early(arguments())  # before torch is imported
+
+import torch
+import torch.distributed as dist
+
+from trainer.base.config import DistributedConfig
+from trainer.base.config.checkpoints import resolve_checkpoint, why_chosen
+from trainer.base.config.packages import require_package
+from trainer.base.system.streams import print_line
+from trainer.checkpoint.formats.folders import metadata_and_generation
+from trainer.inference.generate import TextGenerator
+from trainer.runtime import device as devices
+from trainer.runtime import distributed
+from trainer.runtime.device import DTYPES
+
+
+def load(args: argparse.Namespace, device: torch.device) -> TextGenerator:
+    folder = distributed.run_on_rank_0(lambda: resolve_checkpoint(args.path))
+    if dist.get_rank() == 0 and (why := why_chosen(args.path, folder)):
+        print_line(f"{folder}: {why}", sys.stderr)
+    dtype = DTYPES[args.dtype or ("bf16" if device.type != "cpu" else "fp32")]
+    # As an export says, so that the harness's own models cut the same contexts.
+    max_seq_len = args.max_seq_len or metadata_and_generation(folder)[0].context_window
+    settings = {"tp": args.tp, "max_rows": args.batch_size}
+    return TextGenerator.load(
+        folder, dtype, device, max_seq_len, args.chat_template, args.base, args.averaged, **settings
+    )
+
+
+def evaluate(args: argparse.Namespace, device: torch.device) -> None:
+    # A module that imports an optional package is imported only here, where the package is known to exist.
+    harness = require_package("trainer.inference.harness", "")
+    generator = load(args, device)
+    if args.apply_chat_template:
+        generator.chat_format()
+    results = harness.run_tasks(
+        generator,
+        args.tp,
+        args.tasks.split(","),
+        args.include_path,
+        num_fewshot=args.num_fewshot,
+        limit=args.limit,
+        batch_size=args.batch_size,
+        apply_chat_template=args.apply_chat_template,
+    )
+    if dist.get_rank() == 0:
+        print(harness.table(results))
+        if args.output:
+            args.output.write_text(harness.as_json(results))
+
+
+def main() -> None:
+    parser = arguments()
+    args = parser.parse_args()
+    code = 0
+    try:
+        with one_line_errors():
+            require_package("lm_eval", "scripts/evaluate.py")
+            device = devices.select_device(args.device)
+            distributed.init_process_group(DistributedConfig(), device)
+            evaluate(args, device)
+            distributed.shutdown()
+    except SystemExit as exit:
+        code = exit.code
+    sys.stdout.flush()
+    os._exit(code)  # skip the interpreter's clean-up, during which gloo's threads sometimes abort
+
+
+if __name__ == "__main__":
+    run_to_end(main)

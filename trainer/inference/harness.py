@@ -1,0 +1,208 @@
+"""A model for EleutherAI's lm-evaluation-harness, with the harness's rules for requests.
+
+The harness runs on every rank and asks every rank the same. Each data-parallel group answers its share, and all ranks get all
+answers. So nothing depends on the number of ranks, and no request is repeated to fill a rank's share.
+"""
+
+import difflib
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.evaluator import simple_evaluate
+from lm_eval.models.utils import normalize_gen_kwargs
+from lm_eval.tasks import TaskManager
+from lm_eval.utils import get_rolling_token_windows, handle_non_serializable, make_disjoint_window, make_table
+
+from trainer.base.config import ConfigError
+from trainer.inference.engine import Request, Sampling
+from trainer.inference.generate import TextGenerator
+from trainer.inference.scores import Pair
+from trainer.runtime.distributed import all_gather_objects, run_on_rank_0
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+_SETTINGS = {"do_sample", "until", "max_gen_toks", "temperature", "top_k", "top_p"}
+"""Settings of generation that have an effect."""
+
+
+class HarnessModel(TemplateLM):
+    """A TextGenerator behind the harness's interface."""
+
+    def __init__(self, generator: TextGenerator, tp: int):
+        """tp: number of ranks in a data-parallel group. Groups consist of neighbouring ranks."""
+        super().__init__()
+        self._generator, self._tp = generator, tp
+        self._names = generator.tokenizer.special_tokens
+        names = sorted(self._names, key=len, reverse=True)
+        self._special = re.compile("|".join(map(re.escape, names)) or "(?!)")
+
+    # ---------------------------------------------------------------- tokens
+
+    @property
+    def eot_token_id(self) -> int:
+        return self._generator.tokenizer.eos
+
+    @property
+    def prefix_token_id(self) -> int:
+        """What precedes a text without a context: BOS, or EOS if the tokenizer has no BOS."""
+        tokenizer = self._generator.tokenizer
+        return tokenizer.eos if tokenizer.bos is None else tokenizer.bos
+
+    @property
+    def max_length(self) -> int:
+        return self._generator.max_seq_len
+
+    @property
+    def max_gen_toks(self) -> int:
+        """Number of new tokens, if a task names none."""
+        return 256
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        """Encode a text in which names of special tokens are these tokens, as in an export. add_special_tokens: whether to prepend
+        what the tokenizer prepends to a document. None: unless the text begins with it."""
+        tokenizer = self._generator.tokenizer
+        parts: list[str | int] = []
+        end = 0
+        for found in self._special.finditer(string):
+            parts += [string[end : found.start()], self._names[found.group()]]
+            end = found.end()
+        parts = [part for part in (*parts, string[end:]) if part != ""]
+        has_prefix = bool(parts) and bool(tokenizer.prefix) and parts[0] == tokenizer.prefix[0]
+        prefix = tokenizer.prefix if add_special_tokens or (add_special_tokens is None and not has_prefix) else ()
+        return [*prefix, *tokenizer.encode_parts(parts)]
+
+    # ---------------------------------------------------------------- chats
+
+    @property
+    def tokenizer_name(self) -> str:
+        return self._generator.tokenizer.fingerprint
+
+    def chat_template(self, chat_template: bool | str = False) -> str:
+        return self._generator.chat_format().template if chat_template else ""
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        return self._generator.chat_format().text(chat_history, add_generation_prompt)
+
+    # ---------------------------------------------------------------- requests
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[tuple[tuple[str, str], list[int], list[int]]], **_: Any
+    ) -> list[tuple[float, bool]]:
+        return self._score([(context, continuation) for _, context, continuation in requests])
+
+    def _score(self, pairs: Sequence[Pair]) -> list[tuple[float, bool]]:
+        longest = max((len(continuation) for _, continuation in pairs), default=0)
+        if longest > self.max_length:
+            message = f"a continuation has {longest} tokens, more than the context window of {self.max_length} tokens"
+            raise ConfigError("", f"{message} (--max-seq-len)")
+        return self._shared(pairs, self._generator.score, length=lambda pair: len(pair[0]) + len(pair[1]))
+
+    def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
+        """Return the log-probability of each text. The first token follows one BOS, also if the tokenizer adds BOS itself."""
+        pairs: list[Pair] = []
+        counts = []
+        for request in requests:
+            tokens = self.tok_encode(request.args[0], add_special_tokens=False)
+            windows = [*get_rolling_token_windows(tokens, self.prefix_token_id, self.max_length, 1)]
+            pairs += map(make_disjoint_window, windows)
+            counts.append(len(windows))
+        scores = iter(self._score(pairs))
+        return [sum(next(scores)[0] for _ in range(count)) for count in counts]
+
+    def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
+        texts = [self._request(*request.args, seed) for seed, request in enumerate(requests)]
+        return self._shared(texts, self._answers, length=lambda request: len(request.prompt))
+
+    def _request(self, context: str, settings: Mapping[str, Any], seed: int) -> Request:
+        settings = normalize_gen_kwargs(dict(settings), self.max_gen_toks)
+        if unknown := settings.keys() - _SETTINGS:
+            raise ConfigError("", f"the task sets {', '.join(sorted(unknown))} for generation, which is not supported")
+        new = settings["max_gen_toks"]
+        if new >= self.max_length:
+            message = f"the task generates up to {new} tokens, but the context window has {self.max_length}"
+            raise ConfigError("", f"{message} tokens (--max-seq-len)")
+        prompt = self.tok_encode(context) or [self.prefix_token_id]
+        temperature = settings.get("temperature", 1.0) if settings.get("do_sample") else 0
+        return Request(
+            prompt=prompt[new - self.max_length :],  # the last tokens
+            sampling=Sampling(temperature, settings.get("top_k") or 0, settings.get("top_p") or 1.0),
+            seed=seed,
+            stop_tokens=self._generator.stop,
+            stop=[text for text in settings["until"] if text],
+            max_new_tokens=new,
+        )
+
+    def _answers(self, requests: Sequence[Request]) -> list[str]:
+        answers = self._generator.generate(requests)
+        if any(answer.end == "non-finite" for answer in answers):
+            raise ConfigError("", f"{self._generator.folder}: the model returns non-finite logits")
+        return [self._text(request, answer.tokens) for request, answer in zip(requests, answers, strict=True)]
+
+    def _text(self, request: Request, tokens: Sequence[int]) -> str:
+        """Return what the harness makes of new tokens: their text without special tokens, up to the first of the strings."""
+        special = set(self._names.values())
+        text = self._generator.tokenizer.decode([token for token in tokens if token not in special])
+        for stop in request.stop:
+            text = text.split(stop)[0]
+        return text
+
+    def _shared(
+        self, requests: Sequence[T], answer: Callable[[Sequence[T]], list[R]], length: Callable[[T], int]
+    ) -> list[R]:
+        """Return the answers to requests, of which each data-parallel group answers some.
+
+        Args:
+            requests: The same on all ranks.
+            answer: Returns the answers to some requests.
+            length: Number of tokens of a request. Groups get requests of about the same lengths.
+        """
+        order = sorted(range(len(requests)), key=lambda i: length(requests[i]), reverse=True)
+        groups, own_group = dist.get_world_size() // self._tp, dist.get_rank() // self._tp
+        own = answer([requests[i] for i in order[own_group::groups]])
+        answers: list[Any] = [None] * len(requests)
+        for group, of_group in enumerate(all_gather_objects(own)[:: self._tp]):
+            for i, result in zip(order[group::groups], of_group, strict=True):
+                answers[i] = result
+        return answers
+
+
+def run_tasks(
+    generator: TextGenerator, tp: int, names: Sequence[str], include_path: Path | None, **settings: Any
+) -> dict[str, Any]:
+    """Return the harness's results, collectively: on rank 0 those of all ranks.
+
+    Args:
+        generator: The model.
+        tp: Number of ranks in a data-parallel group.
+        names: Of tasks, groups and tags.
+        include_path: Folder with further tasks.
+        settings: Further arguments of lm_eval.simple_evaluate.
+
+    Raises:
+        ConfigError: There is no such task, or the model cannot answer its requests.
+    """
+    tasks = TaskManager(include_path=None if include_path is None else str(include_path))
+    if unknown := [name for name in names if name not in tasks.all_tasks]:
+        similar = ", ".join(difflib.get_close_matches(unknown[0], tasks.all_tasks))
+        raise ConfigError("", f"--tasks {unknown[0]}: no such task{similar and f'; did you mean {similar}?'}")
+    run_on_rank_0(lambda: tasks.load([*names]) and None)  # it downloads what the other ranks then find
+    model = HarnessModel(generator, tp)
+    return simple_evaluate(model, tasks=[*names], task_manager=tasks, log_samples=True, **settings) or {}
+
+
+def table(results: Mapping[str, Any]) -> str:
+    """Return the scores as a table."""
+    return "\n".join(make_table(results, column) for column in ("results", "groups") if results.get(column))
+
+
+def as_json(results: Mapping[str, Any]) -> str:
+    """Return the results in the form that the harness writes."""
+    scores = {key: value for key, value in results.items() if key != "samples"}
+    return json.dumps(scores, indent=2, default=handle_non_serializable, ensure_ascii=False) + "\n"
