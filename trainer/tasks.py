@@ -30,7 +30,7 @@ from trainer.data.tokenizer.protocol import Tokenizer
 from trainer.inference.engine import Request as TextRequest
 from trainer.inference.engine import Sampling
 from trainer.inference.in_training import generate_in_training
-from trainer.objective.document_scores import DocumentScores
+from trainer.objective.document_scores import score_requests
 from trainer.objective.task_metrics import (
     Values,
     chance_level,
@@ -223,8 +223,18 @@ class TaskEvaluator:
 
     def _score(self, task: Task, step: Step, loading: Loading) -> tuple[list[Values], list[dict[str, Any]]]:
         """Return the values of the questions whose requests are scored, and a line for the file of results for each request."""
+        start_s = time.monotonic()
         with self.by_document():
-            log_probs, is_greedy, is_done = self._scores(task, step, loading)
+            log_probs, is_greedy, is_done = score_requests(
+                task.packed,
+                lambda batch, readout: step.read([batch], readout),
+                self.partition,
+                self.chunk_tokens,
+                self.compiled,
+                self.device,
+                loading,
+                lambda: self._is_late(task, start_s),
+            )
         values, lines, first = [], [], 0
         for question, requests in zip(task.questions, task.requests, strict=True):
             own = slice(first, first := first + len(requests))
@@ -237,35 +247,6 @@ class TaskEvaluator:
                     )
                 ]
         return values, lines
-
-    def _scores(self, task: Task, step: Step, loading: Loading) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the log-probability of each request, whether it is greedy, and whether both are known, each (requests,)."""
-        packed, start_s = task.packed, time.monotonic()
-        size = self.partition.ranks * self.partition.local_batch_size
-        readout = DocumentScores(
-            num_documents=packed.num_documents,
-            partition=self.partition,
-            chunk_tokens=self.chunk_tokens,
-            compiled=self.compiled,
-        )
-        # A continuation without tokens is in no sample.
-        is_done = np.array([not request.continuation for request in packed.requests], bool)
-        log_probs, is_greedy = np.zeros(len(is_done)), is_done.copy()
-        for first in range(0, len(packed), size):
-            if first and self._is_late(task, start_s):
-                break
-            index = first + self.partition.samples(np.zeros(1, np.int64))[0]
-            with loading():
-                batch = packed[np.where(index < len(packed), index, -1)].to(self.device)
-            scores = readout.scores(step.read([batch], readout))
-            for row in range(first, min(first + size, len(packed))):
-                documents = packed.of_row(row)
-                log_probs[documents] = scores.log_probs[row - first, : len(documents)].numpy()
-                is_greedy[documents] = scores.is_greedy[row - first, : len(documents)].numpy()
-                is_done[documents] = True
-        for index, same in packed.copies:
-            log_probs[index], is_greedy[index], is_done[index] = log_probs[same], is_greedy[same], is_done[same]
-        return log_probs, is_greedy, is_done
 
     def _save(self, task: Task, lines: Sequence[Mapping[str, Any]], number: int) -> None:
         """Write the results as JSON lines."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from trainer.base.config import ConfigError
 from trainer.base.config.checkpoints import resolve_checkpoint
@@ -17,11 +17,12 @@ from trainer.checkpoint.formats.model_metadata import ids_of_ends
 from trainer.checkpoint.formats.tokenizer_files import load_model_tokenizer
 from trainer.data.chat.format import ChatFormat, load_chat_format
 from trainer.data.chat.template_files import BUILT_IN
+from trainer.data.tasks.encode import Request as ScoredRequest
 from trainer.data.tokenizer.protocol import Tokenizer
 from trainer.inference.engine import Answer, Request, generate
 from trainer.inference.kv_cache import KvCache
 from trainer.inference.load import build_model
-from trainer.inference.scores import Pair, score_continuations
+from trainer.inference.scores import score_continuations
 from trainer.parallel.tensor import apply_tensor
 from trainer.runtime.distributed import run_on_rank_0
 
@@ -37,7 +38,7 @@ class TextGenerator:
         stop: Collection[int],
         chat_template: str,
         max_seq_len: int,
-        group: dist.ProcessGroup | None = None,
+        mesh: DeviceMesh,
         max_rows: int = 16,
     ):
         """Describe a generator.
@@ -49,7 +50,7 @@ class TextGenerator:
             stop: Tokens that end a text: EOS, and those in the model's generation_config.json.
             chat_template: Name or file of a chat template, or "" if the model has none.
             max_seq_len: Maximum total number of tokens in the prompt and the answer.
-            group: Ranks over which the model is sharded.
+            mesh: Its axis tp are the ranks over which the model is sharded. Its axis cp has the size 1.
             max_rows: Number of texts that are generated at once.
         """
         self.folder = folder
@@ -58,7 +59,8 @@ class TextGenerator:
         self.stop = frozenset(stop)
         self.chat_template = chat_template
         self.max_seq_len = max_seq_len
-        self.group = group
+        self.mesh = mesh
+        self.group = mesh["tp"].get_group() if mesh["tp"].size() > 1 else None
         self.max_rows = max_rows
 
     @classmethod
@@ -97,7 +99,7 @@ class TextGenerator:
         tp = tp or ranks
         if ranks % tp:
             raise ConfigError("", f"--tp {tp}: must divide the number of ranks, {ranks}")
-        mesh = init_device_mesh(device.type, (ranks // tp, tp), mesh_dim_names=("dp", "tp"))["tp"] if tp > 1 else None
+        mesh = init_device_mesh(device.type, (ranks // tp, tp, 1), mesh_dim_names=("dp", "tp", "cp"))
 
         def shard(model: nn.Module) -> None:
             structure = model.structure()
@@ -105,15 +107,14 @@ class TextGenerator:
                 if getattr(sizes, name) % tp:
                     message = f"the number of ranks, {tp}, must divide {name} {getattr(sizes, name)} of {folder}"
                     raise ConfigError("", message)
-            if mesh is not None:
-                apply_tensor(model, structure, mesh, sequence_parallel=False, recompute_gathers=())
+            if tp > 1:
+                apply_tensor(model, structure, mesh["tp"], sequence_parallel=False, recompute_gathers=())
 
         model = build_model(weights, sizes, dtype, device, shard)
         cache = KvCache(model, model.structure(), sizes, dtype, tp)
         stop = {tokenizer.eos, *ids_of_ends(metadata_and_generation(folder)[1])}
         chat_template = chat_template or str(weights.template_file() or "")
-        group = None if mesh is None else mesh.get_group()
-        return cls(folder, cache, tokenizer, stop, chat_template, max_seq_len, group, max_rows)
+        return cls(folder, cache, tokenizer, stop, chat_template, max_seq_len, mesh, max_rows)
 
     def chat_format(self) -> ChatFormat:
         """Return the chat format that the template defines. Raises ConfigError if the model has no chat template."""
@@ -140,10 +141,10 @@ class TextGenerator:
             raise ConfigError("", message)
         return Request(prompt=[*prefix, *tokens], continues=tokens, stop_tokens=self.stop, **settings)
 
-    def score(self, pairs: Sequence[Pair]) -> list[tuple[float, bool]]:
-        """Return the score of each pair, collectively over the group. See score_continuations."""
+    def score(self, requests: Sequence[ScoredRequest]) -> list[tuple[float, bool]]:
+        """Return the score of each request, collectively over the group. See score_continuations."""
         with self.cache.removed() as model:
-            return score_continuations(model, pairs, self.max_rows, self.max_seq_len, self.cache.device)
+            return score_continuations(model, requests, self.max_seq_len, self.cache.dtype, self.mesh["cp"])
 
     def generate(
         self, requests: Sequence[Request], on_text: Callable[[int, str], None] = lambda index, text: None

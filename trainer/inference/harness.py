@@ -6,8 +6,8 @@ answers. So nothing depends on the number of ranks, and no request is repeated t
 
 import difflib
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain, groupby, islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,9 +20,10 @@ from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, handle_non_serializable, make_disjoint_window, make_table
 
 from trainer.base.config import ConfigError
+from trainer.data.tasks.encode import Request as ScoredRequest
+from trainer.data.tasks.encode import RequestTooLong, before_empty, encode, fitted
 from trainer.inference.engine import Request, Sampling
 from trainer.inference.generate import TextGenerator
-from trainer.inference.scores import Pair
 from trainer.runtime.distributed import all_gather_objects, run_on_rank_0
 
 T = TypeVar("T")
@@ -39,9 +40,6 @@ class HarnessModel(TemplateLM):
         """tp: number of ranks in a data-parallel group. Groups consist of neighbouring ranks."""
         super().__init__()
         self._generator, self._tp = generator, tp
-        self._names = generator.tokenizer.special_tokens
-        names = sorted(self._names, key=len, reverse=True)
-        self._special = re.compile("|".join(map(re.escape, names)) or "(?!)")
 
     # ---------------------------------------------------------------- tokens
 
@@ -52,8 +50,7 @@ class HarnessModel(TemplateLM):
     @property
     def prefix_token_id(self) -> int:
         """What precedes a text without a context: BOS, or EOS if the tokenizer has no BOS."""
-        tokenizer = self._generator.tokenizer
-        return tokenizer.eos if tokenizer.bos is None else tokenizer.bos
+        return before_empty(self._generator.tokenizer)
 
     @property
     def max_length(self) -> int:
@@ -65,18 +62,9 @@ class HarnessModel(TemplateLM):
         return 256
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Encode a text in which names of special tokens are these tokens, as in an export. add_special_tokens: whether to prepend
-        what the tokenizer prepends to a document. None: unless the text begins with it."""
-        tokenizer = self._generator.tokenizer
-        parts: list[str | int] = []
-        end = 0
-        for found in self._special.finditer(string):
-            parts += [string[end : found.start()], self._names[found.group()]]
-            end = found.end()
-        parts = [part for part in (*parts, string[end:]) if part != ""]
-        has_prefix = bool(parts) and bool(tokenizer.prefix) and parts[0] == tokenizer.prefix[0]
-        prefix = tokenizer.prefix if add_special_tokens or (add_special_tokens is None and not has_prefix) else ()
-        return [*prefix, *tokenizer.encode_parts(parts)]
+        """Encode a text in which names of special tokens are these tokens, as in an export. add_special_tokens: whether to
+        prepend what the tokenizer prepends to a document, unless the text begins with it. None: yes."""
+        return encode(self._generator.tokenizer, string, with_prefix=add_special_tokens is not False)
 
     # ---------------------------------------------------------------- chats
 
@@ -97,16 +85,24 @@ class HarnessModel(TemplateLM):
     ) -> list[tuple[float, bool]]:
         return self._score([(context, continuation) for _, context, continuation in requests])
 
-    def _score(self, pairs: Sequence[Pair]) -> list[tuple[float, bool]]:
-        longest = max((len(continuation) for _, continuation in pairs), default=0)
-        if longest > self.max_length:
-            message = f"a continuation has {longest} tokens, more than the context window of {self.max_length} tokens"
-            raise ConfigError("", f"{message} (--max-seq-len)")
-        return self._shared(pairs, self._generator.score, length=lambda pair: len(pair[0]) + len(pair[1]))
+    def _score(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[tuple[float, bool]]:
+        """Score pairs of a context and its continuation."""
+        try:
+            requests = [fitted(*pair, self.max_length) for pair in pairs]
+        except RequestTooLong as failure:
+            raise ConfigError("", f"{failure} (--max-seq-len)") from None
+        # Requests with the same context share its computation, so they go to the same group.
+        questions = [list(group) for _, group in groupby(requests, key=lambda request: request.context)]
+        answers = self._shared(questions, self._scores, length=lambda question: sum(map(len, chain(*question))))
+        return [*chain.from_iterable(answers)]
+
+    def _scores(self, questions: Sequence[list[ScoredRequest]]) -> list[list[tuple[float, bool]]]:
+        scores = iter(self._generator.score([*chain.from_iterable(questions)]))
+        return [list(islice(scores, len(question))) for question in questions]
 
     def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
         """Return the log-probability of each text. The first token follows one BOS, also if the tokenizer adds BOS itself."""
-        pairs: list[Pair] = []
+        pairs: list[tuple[Sequence[int], Sequence[int]]] = []
         counts = []
         for request in requests:
             tokens = self.tok_encode(request.args[0], add_special_tokens=False)
@@ -147,7 +143,7 @@ class HarnessModel(TemplateLM):
 
     def _text(self, request: Request, tokens: Sequence[int]) -> str:
         """Return what the harness makes of new tokens: their text without special tokens, up to the first of the strings."""
-        special = set(self._names.values())
+        special = set(self._generator.tokenizer.special_tokens.values())
         text = self._generator.tokenizer.decode([token for token in tokens if token not in special])
         for stop in request.stop:
             text = text.split(stop)[0]

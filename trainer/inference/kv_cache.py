@@ -138,7 +138,7 @@ class KvCache:
         self._starts: dict[int, int] = {}
         self._columns = _Columns()
         self._reserved = (0, 0)
-        self._model, self._vocab_size = model, sizes.vocab_size
+        self._model, self._vocab_size, self.dtype = model, sizes.vocab_size, dtype
         self.device = next(model.parameters()).device
         self._layers: list[CachedAttention] = []
         modules: dict[str, nn.Module] = {

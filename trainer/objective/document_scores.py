@@ -1,13 +1,18 @@
 """Readout of the log-probability of every document, and of whether a greedy choice of tokens would write it."""
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from models.spec import Head
+from trainer.batch import Batch
 from trainer.data.sampling.loader import BatchPartition
+from trainer.data.tasks.packed_requests import PackedRequests
 from trainer.objective.cross_entropy import token_log_probs
 from trainer.objective.preference import sum_by_document
 
@@ -51,3 +56,61 @@ class DocumentScores:
         """Return the scores in the sum of the heads' results over all ranks."""
         log_probs, num_others = total.cpu().view(-1, self.num_documents, 2).unbind(-1)
         return Scores(log_probs, num_others == 0)
+
+
+class RequestScores(NamedTuple):
+    """Scores of requests, each (requests,)."""
+
+    log_probs: np.ndarray
+    """Log-probability of each continuation, fp64. That of a continuation without tokens is 0."""
+    is_greedy: np.ndarray
+    """Whether each of its tokens is the most likely one, boolean."""
+    is_done: np.ndarray
+    """Whether both are known, boolean."""
+
+
+def score_requests(
+    packed: PackedRequests,
+    read: Callable[[Batch, DocumentScores], Tensor],
+    partition: BatchPartition,
+    chunk_tokens: int,
+    compiled: bool,
+    device: torch.device,
+    loading: Callable[[], AbstractContextManager[None]] = nullcontext,
+    is_late: Callable[[], bool] = lambda: False,
+) -> RequestScores:
+    """Return the scores of all requests, the same on all ranks of the partition.
+
+    Args:
+        packed: The requests.
+        read: Runs the model forward, with attention that ends at document boundaries, and returns the sum of a readout over all
+            ranks.
+        partition: Which rank reads which samples.
+        chunk_tokens: See CrossEntropyHead.
+        compiled: See CrossEntropyHead.
+        device: Device of the batches.
+        loading: Context manager in which a batch is made.
+        is_late: Whether no further batch is begun.
+    """
+    size = partition.ranks * partition.local_batch_size
+    readout = DocumentScores(
+        num_documents=packed.num_documents, partition=partition, chunk_tokens=chunk_tokens, compiled=compiled
+    )
+    # A continuation without tokens is in no sample.
+    is_done = np.array([not request.continuation for request in packed.requests], bool)
+    log_probs, is_greedy = np.zeros(len(is_done)), is_done.copy()
+    for first in range(0, len(packed), size):
+        if first and is_late():
+            break
+        index = first + partition.samples(np.zeros(1, np.int64))[0]
+        with loading():
+            batch = packed[np.where(index < len(packed), index, -1)].to(device)
+        scores = readout.scores(read(batch, readout))
+        for row in range(first, min(first + size, len(packed))):
+            documents = packed.of_row(row)
+            log_probs[documents] = scores.log_probs[row - first, : len(documents)].numpy()
+            is_greedy[documents] = scores.is_greedy[row - first, : len(documents)].numpy()
+            is_done[documents] = True
+    for index, same in packed.copies:
+        log_probs[index], is_greedy[index], is_done[index] = log_probs[same], is_greedy[same], is_done[same]
+    return RequestScores(log_probs, is_greedy, is_done)

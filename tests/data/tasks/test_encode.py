@@ -14,9 +14,18 @@ class Letters:
     prefix: tuple = ()
     bos: int | None = 1
     eos: int = 2
+    special_tokens = {"<s>": 1, "</s>": 2}  # noqa: RUF012
 
-    def encode(self, text):
-        return [ord(c) for c in text.replace("ab", "#").replace(" c", "~")]
+    def encode_parts(self, parts):
+        return [
+            t
+            for part in parts
+            for t in ([part] if isinstance(part, int) else words(part.replace("ab", "#").replace(" c", "~")))
+        ]
+
+
+def merged(text):
+    return text.replace("ab", "#").replace(" c", "~")
 
 
 def words(text):
@@ -52,12 +61,15 @@ def test_bos_precedes_if_the_tokenizer_adds_it():
     assert encoder(prefix=(1,))("", "y") == Request((1,), words("y"))
 
 
+def test_names_of_special_tokens_are_these_tokens():
+    assert encoder(prefix=(1,))("<s>x</s>", "y") == Request((1, ord("x"), 2), words("y"))
+    assert encoder()("x", "y</s>") == Request(words("x"), (ord("y"), 2))
+
+
 def test_a_long_request_loses_its_first_tokens_but_never_a_target():
     assert encoder(max_tokens=3)("vwx", "yz") == Request(words("wx"), words("yz"))
     assert encoder(max_tokens=2)("vwx", "yz") == Request(words("x"), words("yz"))
-    with pytest.raises(
-        RequestTooLong, match="a continuation has 3 tokens, but a request has at most 2; see max_seq_len"
-    ):
+    with pytest.raises(RequestTooLong, match="a continuation has 3 tokens, but a request has at most 2"):
         encoder(max_tokens=2)("x", "xyz")
 
 

@@ -5,11 +5,13 @@ are the same.
 - White space at the end of a context belongs to the continuation.
 - An empty context is one token: BOS, or EOS if the tokenizer has no BOS.
 - BOS precedes other contexts if the tokenizer itself adds it.
+- Names of special tokens in a text are these tokens.
 - A request that is too long loses its first tokens.
 - A continuation without text has no tokens; its log-probability is 0, and it is the most likely one.
 """
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,6 +22,25 @@ class Request(NamedTuple):
     context: tuple[int, ...]
     """At least one token, unless the continuation has none."""
     continuation: tuple[int, ...]
+
+
+def before_empty(tokenizer: Tokenizer) -> int:
+    """Return the token that stands for an empty context."""
+    return tokenizer.eos if tokenizer.bos is None else tokenizer.bos
+
+
+def encode(tokenizer: Tokenizer, text: str, with_prefix: bool = False) -> list[int]:
+    """Return the tokens of a text in which names of special tokens are these tokens. with_prefix: prepend what the tokenizer
+    prepends to a document, unless the text begins with it."""
+    names = sorted(tokenizer.special_tokens, key=len, reverse=True)
+    parts: list[str | int] = []
+    end = 0
+    for found in re.finditer("|".join(map(re.escape, names)) or "(?!)", text):
+        parts += [text[end : found.start()], tokenizer.special_tokens[found.group()]]
+        end = found.end()
+    parts = [part for part in (*parts, text[end:]) if part != ""]
+    prefix = tokenizer.prefix if with_prefix and parts[:1] != [*tokenizer.prefix[:1]] else ()
+    return [*prefix, *tokenizer.encode_parts(parts)]
 
 
 class RequestTooLong(Exception):
@@ -38,14 +59,14 @@ class RequestEncoder:
         """Return the tokens of a request. In a chat, the template sets the boundary, so a continuation is encoded alone, without
         white space at its start. Raises RequestTooLong if the continuation is longer than max_tokens."""
         if context and self.render is not None:
-            return self._fitted(self.render(context), self.tokenizer.encode(continuation.lstrip()))
+            return fitted(self.render(context), encode(self.tokenizer, continuation.lstrip()), self.max_tokens)
         kept = context.rstrip()
-        continuation, prefix = context[len(kept) :] + continuation, list(self.tokenizer.prefix)
+        continuation = context[len(kept) :] + continuation
         if not kept:
-            return self._fitted([self._before_empty], self.tokenizer.encode(continuation))
-        whole = prefix + self.tokenizer.encode(kept + continuation)
-        before = prefix + self.tokenizer.encode(kept)
-        return self._fitted(before, whole[len(before) :])
+            return fitted([before_empty(self.tokenizer)], encode(self.tokenizer, continuation), self.max_tokens)
+        before = encode(self.tokenizer, kept, with_prefix=True)
+        whole = encode(self.tokenizer, kept + continuation, with_prefix=True)
+        return fitted(before, whole[len(before) :], self.max_tokens)
 
     def prompt(self, context: str, max_new_tokens: int) -> list[int]:
         """Return the tokens after which the model generates. Raises RequestTooLong if max_new_tokens leaves no room for them."""
@@ -54,16 +75,13 @@ class RequestEncoder:
             raise RequestTooLong(f"{message} in the {self.max_tokens} tokens of a request")
         if context and self.render is not None:
             return self.render(context)[-room:]
-        return [*self.tokenizer.prefix, *self.tokenizer.encode(context)][-room:] or [self._before_empty]
+        return encode(self.tokenizer, context, with_prefix=True)[-room:] or [before_empty(self.tokenizer)]
 
-    @property
-    def _before_empty(self) -> int:
-        return self.tokenizer.eos if self.tokenizer.bos is None else self.tokenizer.bos
 
-    def _fitted(self, before: list[int], after: list[int]) -> Request:
-        """Return a request that loses its first tokens if the model would read more than max_tokens."""
-        if len(after) > self.max_tokens:
-            message = f"a continuation has {len(after)} tokens, but a request has at most {self.max_tokens}"
-            raise RequestTooLong(f"{message}; see max_seq_len and [training] seq_len")
-        excess = max(0, len(before) + len(after) - 1 - self.max_tokens)
-        return Request(tuple(before[excess:]), tuple(after))
+def fitted(before: Sequence[int], after: Sequence[int], max_tokens: int) -> Request:
+    """Return a request that loses its first tokens if the model would read more than max_tokens. Raises RequestTooLong if there
+    are more targets."""
+    if len(after) > max_tokens:
+        raise RequestTooLong(f"a continuation has {len(after)} tokens, but a request has at most {max_tokens}")
+    excess = max(0, len(before) + len(after) - 1 - max_tokens)
+    return Request(tuple(before[excess:]), tuple(after))
