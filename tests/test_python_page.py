@@ -16,6 +16,7 @@ EXAMPLES = dict(re.findall(r"^## ([^\n]+)\n.*?^```python\n(.*?)^```", PAGE, re.M
 OF_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 EXPECTED = {
     "Logits": r"^('.*'\n|\".*\"\n){3}$",
+    "Texts": r"^('.*'|\".*\") ('.*'|\".*\") (token|string|length)\n(.*\n){2}$",
     "Hidden states": r"^0 \(1, \d+, 32\) [\d.]+\n1 \(1, \d+, 32\) [\d.]+\n$",
     "Your own loop and your own loss": r"^0 [\d.]+\n(?:.*\n)*4 [\d.]+\n$",
     "Your own loss and metric in the built trainer": r"(?s)step 3/3 .*done: step 3, .*outputs/smoothed",

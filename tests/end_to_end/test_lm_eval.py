@@ -99,8 +99,8 @@ def context_alone():
     """Encode the continuation without the context."""
 
     def call(self, context, continuation):
-        before = encoding.encode(self.tokenizer, context.rstrip()) or [encoding.before_empty(self.tokenizer)]
-        return encoding.fitted(before, encoding.encode(self.tokenizer, continuation), self.max_tokens)
+        before = encoding.encode(self.tokenizer, context.rstrip(), None) or [encoding.before_empty(self.tokenizer)]
+        return encoding.fitted(before, encoding.encode(self.tokenizer, continuation, False), self.max_tokens)
 
     with mock.patch.object(encoding.RequestEncoder, "__call__", call):
         yield

@@ -149,3 +149,14 @@ def test_answers_are_the_same_in_every_layout(ranks, tiny, tmp_path, model, layo
     size = math.prod(int(size) for name, size in degrees.items() if name != "ep")
     argv += [word for name, size in degrees.items() for word in (f"--parallel.{name}", size)]
     assert ranks(size).run(answers_in_training, argv) == [expected] * size
+
+
+def test_answers_of_an_adapter_on_a_base_in_4_bits_are_the_same_in_a_layout(ranks, tiny, tmp_path):
+    wide = [*tiny, "--model.overrides.dim", "128", "--model.overrides.hidden_dim", "128"]
+    ranks(1).run(train, combine([*wide, *in_folder(tmp_path / "base"), "--training.steps", "1"]))
+    argv = [*wide, *in_folder(tmp_path / "run"), *SAMPLES, "--checkpoint.init_from", str(tmp_path / "base")]
+    argv += ["--lora.rank", "4", "--lora.base_dtype", "nf4"]
+    (expected,) = ranks(1).run(answers_in_training, argv)
+    assert ranks(2).run(answers_in_training, [*argv, "--parallel.tp", "2"]) == [expected] * 2
+    (original,) = ranks(1).run(answers_in_training, [*argv, "--lora.base_dtype", "keep"])
+    assert original != expected

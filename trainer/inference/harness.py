@@ -4,8 +4,8 @@ The harness runs on every rank and asks every rank the same. Each data-parallel 
 answers. So nothing depends on the number of ranks, and no request is repeated to fill a rank's share.
 """
 
-import difflib
 import json
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain, groupby, islice
 from pathlib import Path
@@ -20,6 +20,7 @@ from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, handle_non_serializable, make_disjoint_window, make_table
 
 from trainer.base.config import ConfigError
+from trainer.base.system.spelling import did_you_mean
 from trainer.data.tasks.encode import Request as ScoredRequest
 from trainer.data.tasks.encode import RequestTooLong, before_empty, encode, fitted
 from trainer.inference.engine import Request, Sampling
@@ -62,9 +63,9 @@ class HarnessModel(TemplateLM):
         return 256
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Encode a text in which names of special tokens are these tokens, as in an export. add_special_tokens: whether to
-        prepend what the tokenizer prepends to a document, unless the text begins with it. None: yes."""
-        return encode(self._generator.tokenizer, string, with_prefix=add_special_tokens is not False)
+        """Encode a text in which names of special tokens are these tokens, as in an export. add_special_tokens: `with_prefix` of
+        trainer.data.tasks.encode.encode."""
+        return encode(self._generator.tokenizer, string, add_special_tokens)
 
     # ---------------------------------------------------------------- chats
 
@@ -184,10 +185,11 @@ def run_tasks(
     Raises:
         ConfigError: There is no such task, or the model cannot answer its requests.
     """
+    if dist.get_rank():
+        logging.getLogger("lm_eval").setLevel(logging.ERROR)  # rank 0 says the same
     tasks = TaskManager(include_path=None if include_path is None else str(include_path))
     if unknown := [name for name in names if name not in tasks.all_tasks]:
-        similar = ", ".join(difflib.get_close_matches(unknown[0], tasks.all_tasks))
-        raise ConfigError("", f"--tasks {unknown[0]}: no such task{similar and f'; did you mean {similar}?'}")
+        raise ConfigError("", f"--tasks {unknown[0]}: no such task{did_you_mean(unknown[0], tasks.all_tasks)}")
     run_on_rank_0(lambda: tasks.load([*names]) and None)  # it downloads what the other ranks then find
     model = HarnessModel(generator, tp)
     return simple_evaluate(model, tasks=[*names], task_manager=tasks, log_samples=True, **settings) or {}

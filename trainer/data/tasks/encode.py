@@ -29,9 +29,9 @@ def before_empty(tokenizer: Tokenizer) -> int:
     return tokenizer.eos if tokenizer.bos is None else tokenizer.bos
 
 
-def encode(tokenizer: Tokenizer, text: str, with_prefix: bool = False) -> list[int]:
-    """Return the tokens of a text in which names of special tokens are these tokens. with_prefix: prepend what the tokenizer
-    prepends to a document, unless the text begins with it."""
+def encode(tokenizer: Tokenizer, text: str, with_prefix: bool | None) -> list[int]:
+    """Return the tokens of a text in which names of special tokens are these tokens. with_prefix: whether to prepend what the
+    tokenizer prepends to a document. None: unless the text begins with it."""
     names = sorted(tokenizer.special_tokens, key=len, reverse=True)
     parts: list[str | int] = []
     end = 0
@@ -39,7 +39,8 @@ def encode(tokenizer: Tokenizer, text: str, with_prefix: bool = False) -> list[i
         parts += [text[end : found.start()], tokenizer.special_tokens[found.group()]]
         end = found.end()
     parts = [part for part in (*parts, text[end:]) if part != ""]
-    prefix = tokenizer.prefix if with_prefix and parts[:1] != [*tokenizer.prefix[:1]] else ()
+    is_there = bool(tokenizer.prefix) and parts[:1] == [tokenizer.prefix[0]]
+    prefix = tokenizer.prefix if with_prefix or (with_prefix is None and not is_there) else ()
     return [*prefix, *tokenizer.encode_parts(parts)]
 
 
@@ -59,13 +60,17 @@ class RequestEncoder:
         """Return the tokens of a request. In a chat, the template sets the boundary, so a continuation is encoded alone, without
         white space at its start. Raises RequestTooLong if the continuation is longer than max_tokens."""
         if context and self.render is not None:
-            return fitted(self.render(context), encode(self.tokenizer, continuation.lstrip()), self.max_tokens)
+            return fitted(
+                self.render(context), encode(self.tokenizer, continuation.lstrip(), with_prefix=False), self.max_tokens
+            )
         kept = context.rstrip()
         continuation = context[len(kept) :] + continuation
         if not kept:
-            return fitted([before_empty(self.tokenizer)], encode(self.tokenizer, continuation), self.max_tokens)
-        before = encode(self.tokenizer, kept, with_prefix=True)
-        whole = encode(self.tokenizer, kept + continuation, with_prefix=True)
+            return fitted(
+                [before_empty(self.tokenizer)], encode(self.tokenizer, continuation, with_prefix=False), self.max_tokens
+            )
+        before = encode(self.tokenizer, kept, with_prefix=None)
+        whole = encode(self.tokenizer, kept + continuation, with_prefix=None)
         return fitted(before, whole[len(before) :], self.max_tokens)
 
     def prompt(self, context: str, max_new_tokens: int) -> list[int]:
@@ -75,7 +80,7 @@ class RequestEncoder:
             raise RequestTooLong(f"{message} in the {self.max_tokens} tokens of a request")
         if context and self.render is not None:
             return self.render(context)[-room:]
-        return encode(self.tokenizer, context, with_prefix=True)[-room:] or [before_empty(self.tokenizer)]
+        return encode(self.tokenizer, context, with_prefix=None)[-room:] or [before_empty(self.tokenizer)]
 
 
 def fitted(before: Sequence[int], after: Sequence[int], max_tokens: int) -> Request:
