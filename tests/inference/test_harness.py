@@ -93,7 +93,7 @@ def error_of_request(folder, kind, arguments):
         (
             "loglikelihood",
             ("a", "x y z " * 20),
-            r"a continuation has \d+ tokens, more than the context window of 32 tokens \(--max-seq-len\)",
+            r"a continuation has \d+ tokens, but a request has at most 32 \(--max-seq-len\)",
         ),
         (
             "generate_until",
