@@ -200,7 +200,7 @@ def _record_start(
             notes.attention_note(config, resolved, device),
             notes.start_note(config, point),
             *notes.start_warnings(config, resolved, run.weights, point),
-            *notes.course_notes(config, resolved, state, run.datasets, run.eval_sets),
+            *notes.course_notes(config, resolved, state, run.datasets, run.eval_sets, run.tasks),
         ]
     )
 

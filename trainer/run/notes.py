@@ -30,6 +30,7 @@ from trainer.runtime import device as devices
 from trainer.runtime.device import DTYPES
 from trainer.runtime.distributed import run_on_rank_0
 from trainer.state import TrainState
+from trainer.tasks import Task
 
 _MANY_EPOCHS = 10
 """Number of epochs above which a run says that it repeats its data."""
@@ -199,6 +200,7 @@ def course_notes(
     state: TrainState,
     datasets: Datasets | None,
     eval_sets: Sequence[EvalSet],
+    tasks: Sequence[Task],
 ) -> list[Note]:
     """Return the notes on the data, and on what happens from the first step to the last, collectively.
 
@@ -208,6 +210,7 @@ def course_notes(
         state: Progress of the run.
         datasets: Of the run. None: they are unknown.
         eval_sets: Evaluation datasets.
+        tasks: Tasks of the evaluations.
     """
     steps = config.training.steps if config.training.epochs is None else None
     notes = []
@@ -235,6 +238,7 @@ def course_notes(
         *mixture_notes(config, datasets, state, steps),
         Note("checkpoints", _checkpoints(config, resolved, state.step, steps)),
         Note("evaluation", _evaluation(config.evaluation, eval_sets)),
+        *(Note("task", task_text(config.evaluation, task)) for task in tasks),
         Note("early stop", _early_stopping(config.evaluation)),
         Note("samples", samples_text(config.samples)),
     ]
@@ -320,10 +324,22 @@ def _evaluation(evaluation: EvaluationConfig, eval_sets: Sequence[EvalSet]) -> s
 def _early_stopping(evaluation: EvaluationConfig) -> str:
     if not (patience := evaluation.early_stopping_patience):
         return "none"
-    delta = evaluation.early_stopping_min_delta
-    falls = f"falls by more than {delta:g}" if delta else "falls"
+    delta, criterion = evaluation.early_stopping_min_delta, evaluation.criterion
+    improves = "falls" if criterion.falls else "rises"
+    improves += f" by more than {delta:g}" if delta else ""
     number = f"{patience} evaluations in a row in" if patience > 1 else "an evaluation in"
-    return f"after {number} which the loss on {evaluation.keep_best_on} no longer {falls}"
+    return f"after {number} which {criterion} no longer {improves}"
+
+
+def task_text(evaluation: EvaluationConfig, task: Task) -> str:
+    """Return what a task asks, and when."""
+    asked = counted(len(task.questions), "question")
+    if task.config.kind == "exact":
+        asked += f" of up to {counted(task.config.max_new_tokens, 'new token')}"
+    else:
+        samples = counted(len(task.packed), "sample")
+        asked += f" in {samples}, {counted(task.packed.num_tokens, 'token', ',')}"
+    return f"{task.name} ({asked}), after {every(evaluation.interval_of(task.name), 'step')} and the last"
 
 
 def samples_text(samples: SamplesConfig) -> str:

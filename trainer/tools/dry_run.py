@@ -75,7 +75,7 @@ def report(config: Config, resolved: ResolvedRun, ranks_per_node: int, device: t
         if ended := how_it_ended(run.config, state, _stopped_early(run, state)):
             return _end(config, ended, holder=holder)
         _print([_start(run, point), *start_warnings(run.config, resolved, run.weights, point)])
-        _print(course_notes(run.config, resolved, state, run.datasets, run.eval_sets))
+        _print(course_notes(run.config, resolved, state, run.datasets, run.eval_sets, run.tasks))
     has_steps = run.config.training.epochs is None
     fits = _plan(run.config, resolved.dims.world_size, ranks_per_node, device, state.step if has_steps else None)
     if has_steps and (sample_s := _measured_sample_s(config.run.folder)):
