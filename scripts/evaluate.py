@@ -8,6 +8,8 @@ torchrun --nproc-per-node 4 scripts/evaluate.py outputs/debug --tasks hellaswag 
 import argparse
 import os
 import sys
+from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -54,12 +56,15 @@ if __name__ == "__main__":
 import torch
 import torch.distributed as dist
 
-from trainer.base.config import DistributedConfig
+from trainer.base.config import ConfigError, DistributedConfig
 from trainer.base.config.checkpoints import resolve_checkpoint, why_chosen
 from trainer.base.config.packages import require_package
-from trainer.base.system.streams import print_line
+from trainer.base.system.run_files import CHECKPOINTS, METRICS_FILE, step_of
+from trainer.base.system.streams import print_error, print_line
 from trainer.checkpoint.formats.folders import metadata_and_generation
 from trainer.inference.generate import TextGenerator
+from trainer.run.run_folder import acquire_lock
+from trainer.run.sinks.local import append_records
 from trainer.runtime import device as devices
 from trainer.runtime import distributed
 from trainer.runtime.device import DTYPES
@@ -98,6 +103,31 @@ def evaluate(args: argparse.Namespace, device: torch.device) -> None:
         print(harness.table(results))
         if args.output:
             args.output.write_text(harness.as_json(results))
+    record(generator.folder, args.averaged, {} if dist.get_rank() else harness.scores(results))
+
+
+def record(checkpoint: Path, averaged: bool, scores: Mapping[str, Mapping[str, float]]) -> None:
+    """Add the scores to the records of a run, collectively, if it has ended.
+
+    Args:
+        checkpoint: What was evaluated. Nothing is recorded unless it is a checkpoint of a run.
+        averaged: Whether the averaged weights were evaluated.
+        scores: Task -> metric -> value, on rank 0.
+    """
+    if checkpoint.parent.name != CHECKPOINTS or not (run := checkpoint.parent.parent / METRICS_FILE).exists():
+        return
+    try:
+        with acquire_lock(run.parent) or nullcontext():
+            names = {name: f"lm_eval {name}{' (averages)' if averaged else ''}" for name in scores}
+            append_records(
+                run.parent,
+                (
+                    {"kind": "task", "step": step_of(checkpoint), "task": names[name]} | dict(scores[name])
+                    for name in scores
+                ),
+            )
+    except (ConfigError, OSError) as error:
+        print_error(f"the scores are not among the records of the run: {error}")
 
 
 def main() -> None:

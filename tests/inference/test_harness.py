@@ -11,8 +11,10 @@ import torch
 
 from tests.commands import run_script
 from tests.conftest import ROOT
-from tests.training_runs import checkpoint_of, train
+from tests.training_runs import checkpoint_of, records, train
 from trainer.inference.generate import TextGenerator
+from trainer.tools.report.figures import figures_of
+from trainer.tools.report.run import read_run
 from trainer.tools.testing.ranks import RankError
 
 pytest.importorskip("lm_eval")
@@ -112,6 +114,10 @@ def test_a_request_that_cannot_be_answered_is_an_error(ranks, run, kind, argumen
         ranks(1).run(error_of_request, run, kind, arguments)
 
 
+def titled(figures, title):
+    return next(figure for figure in figures.all() if figure.title == title)
+
+
 TASK = """
 dataset_path: json
 test_split: test
@@ -150,6 +156,11 @@ def test_the_command_prints_a_table_and_writes_the_results(run, tasks, tmp_path)
     assert results["own_choice"]["sample_len"] == 5 and 0 <= results["own_choice"]["acc,none"] <= 1
     assert results["own_exact"]["exact_match,none"] <= 1
     assert "|own_choice|" in done.stdout and "exact_match" in done.stdout
+    recorded = {record.pop("task"): record for record in records(run, "task")[-2:]}
+    assert recorded.keys() == {"lm_eval own_choice", "lm_eval own_exact"}
+    assert recorded["lm_eval own_choice"]["acc"] == results["own_choice"]["acc,none"]
+    assert recorded["lm_eval own_exact"]["step"] == 20
+    assert titled(figures_of([read_run(run, "run")], [None]), "Accuracy on lm_eval own_choice").group == "Tasks"
 
 
 def test_errors_of_the_command_are_one_line(run, tasks, tmp_path):

@@ -200,6 +200,17 @@ def table(results: Mapping[str, Any]) -> str:
     return "\n".join(make_table(results, column) for column in ("results", "groups") if results.get(column))
 
 
+def scores(results: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    """Return task or group -> metric -> value, without standard errors. A filter of answers stands behind the metric."""
+    found: dict[str, dict[str, float]] = {}
+    for name, values in results["results"].items():
+        for key, value in values.items():
+            metric, _, chosen = key.partition(",")
+            if isinstance(value, float) and not metric.endswith("_stderr"):
+                found.setdefault(name, {})[metric if chosen == "none" else f"{metric} {chosen}"] = value
+    return found
+
+
 def as_json(results: Mapping[str, Any]) -> str:
     """Return the results in the form that the harness writes."""
     scores = {key: value for key, value in results.items() if key != "samples"}

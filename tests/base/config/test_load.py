@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from tests.conftest import ROOT
-from trainer.base.config import Config, ConfigError
+from trainer.base.config import Config, ConfigError, TaskConfig
 from trainer.base.config.fields import options, settings
 from trainer.base.config.load import load_config
 from trainer.base.config.render import compatibility_as_markdown, help_text, settings_as_markdown, to_toml
@@ -475,3 +475,100 @@ def test_reused_reserved_tokens_may_have_any_name_and_round_trip(tmp_path):
     assert dict(config.tokenizer.reuse_reserved_tokens) == {"<|im_start|>": "<|reserved_special_token_0|>"}
     (tmp_path / "again.toml").write_text(to_toml(config))
     assert load_config(["--config", str(tmp_path / "again.toml")]).tokenizer == config.tokenizer
+
+
+# ---------------------------------------------------------------- tables of dataclasses
+
+TASKS = """
+[[evaluation.tasks]]
+name = "arc-easy"
+path = "python_idioms"
+limit = 5
+[[evaluation.tasks]]
+name = "lambada"
+path = "python_idioms"
+kind = "continuation"
+"""
+
+
+def tasks_of(tmp_path, text, *argv):
+    (tmp_path / "tasks.toml").write_text(text)
+    return load_config(["--config", str(tmp_path / "tasks.toml"), *argv]).evaluation.tasks
+
+
+def test_an_array_of_tables_and_a_table_of_tables_are_the_same(tmp_path):
+    tasks = tasks_of(tmp_path, TASKS)
+    assert [*tasks] == ["arc-easy", "lambada"]
+    assert tasks["arc-easy"] == TaskConfig(path="python_idioms", limit=5)
+    tables = TASKS.replace("[[evaluation.tasks]]\nname", "#")
+    for name in tasks:
+        tables = tables.replace(f'# = "{name}"', f"[evaluation.tasks.{name}]")
+    assert tasks_of(tmp_path, tables) == tasks
+
+
+def test_a_flag_changes_one_option_or_adds_a_task_or_removes_all(tmp_path):
+    tasks = tasks_of(
+        tmp_path, TASKS, "--evaluation.tasks.arc-easy.limit", "7", "--evaluation.tasks.arc-easy.metrics", "acc"
+    )
+    assert tasks["arc-easy"] == TaskConfig(path="python_idioms", limit=7, metrics=("acc",))
+    added = tasks_of(
+        tmp_path, TASKS, "--evaluation.tasks.new", '{ path = "python_idioms", kind = "exact", stop = ["a,b"] }'
+    )
+    assert added["new"] == TaskConfig(path="python_idioms", kind="exact", stop=("a,b",))
+    assert tasks_of(tmp_path, TASKS, "--evaluation.tasks", "{}") == {}
+
+
+def test_tasks_round_trip_through_toml(tmp_path):
+    (tmp_path / "tasks.toml").write_text(TASKS)
+    config = load_config(["--config", str(tmp_path / "tasks.toml")])
+    (tmp_path / "again.toml").write_text(to_toml(config))
+    assert load_config(["--config", str(tmp_path / "again.toml")]) == config
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[[evaluation.tasks]]\nlimit = 3", "[[evaluation.tasks]] { limit = 3 }: expected a table with a name"),
+        (TASKS + TASKS, '[[evaluation.tasks]] name = "arc-easy": another table has this name'),
+        ("[evaluation]\ntasks = 3", "[evaluation] tasks = 3: expected a table"),
+        ("[evaluation.tasks]\na = 3", "[evaluation.tasks] a = 3: expected a table with one or more of path, kind"),
+        ("[evaluation.tasks.a]", "[evaluation.tasks] a = {}: expected a table with one or more of path, kind"),
+        ("[evaluation.tasks.a]\npat = 'x'", '[evaluation.tasks.a] pat = "x": unknown option pat; it is one of path'),
+        ("[evaluation.tasks.a]\nlimit = -1", "[evaluation.tasks.a] limit = -1: must be at least 0"),
+        ("[evaluation.tasks.'a b']\nlimit = 1", "[evaluation.tasks.a b] limit = 1: 'a b' is not a valid name"),
+        ("[evaluation.tasks.a]\nlimit = 1", '[evaluation.tasks.a] path = "" (default): expected a file of questions'),
+        (
+            TASKS + "metrics = ['acc_norm']",
+            'metrics = ["acc_norm"]: acc_norm is no metric of kind = continuation, which has',
+        ),
+        (TASKS + "metrics = ['acc', 'acc']", 'metrics = ["acc", "acc"]: names acc twice'),
+        (TASKS + "stop = ['a']", 'stop = ["a"]: has no effect on a task of kind = continuation'),
+    ],
+)
+def test_a_wrong_table_is_one_line(tmp_path, text, message):
+    with pytest.raises(ConfigError) as error:
+        tasks_of(tmp_path, text)
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["arc-easy.limt", "3"], "--evaluation.tasks.arc-easy.limt 3: unknown option limt; it is one of"),
+        (["arc-easy.limit", "x"], "--evaluation.tasks.arc-easy.limit x: expected an integer"),
+        (["arc-easy.kind", "exac"], "expected one of choices, continuation, exact; did you mean 'exact'?"),
+        (["arc-easy", "3"], "--evaluation.tasks.arc-easy 3: expected a table with one or more of path"),
+        (["arc-easy", "{ limit = 'x' }"], "--evaluation.tasks.arc-easy { limit = 'x' }, limit: expected an integer"),
+        (["arc-easy.answer_pattern", "("], "has no effect on a task of kind = choices"),
+    ],
+)
+def test_a_wrong_option_of_a_flag_is_one_line(tmp_path, argv, message):
+    with pytest.raises(ConfigError) as error:
+        tasks_of(tmp_path, TASKS, f"--evaluation.tasks.{argv[0]}", argv[1])
+    assert message in str(error.value)
+
+
+def test_each_of_two_flags_about_one_task_has_its_own_origin(tmp_path):
+    flags = ["--evaluation.tasks.arc-easy.limit", "7", "--evaluation.tasks.arc-easy.max_seq_len", "4096"]
+    with pytest.raises(ConfigError, match=r"^--evaluation.tasks.arc-easy.max_seq_len 4096: must be at most"):
+        tasks_of(tmp_path, TASKS, *flags, "--evaluation.tasks.lambada.limit", "3")

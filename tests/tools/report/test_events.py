@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from trainer.tools.report.events import clock, event_rows, overview_of, samples_of
+from trainer.tools.report.events import clock, evaluated, event_rows, overview_of, samples_of
 from trainer.tools.report.plan import Plan
 from trainer.tools.report.records import Records
 from trainer.tools.report.run import Run
@@ -21,6 +21,15 @@ def cell(run: Run, column: str) -> str:
 def test_events_are_listed_latest_first_in_words():
     events = [
         {"kind": "eval", "step": 1, "dataset": "held_out", "loss": 2.5, "perplexity": 12.2},
+        {
+            "kind": "task",
+            "step": 2,
+            "task": "arc",
+            "acc": 0.5,
+            "chance": 0.25,
+            "num_questions": 1200,
+            "tasks_time_s": 3,
+        },
         {"kind": "rollback", "step": 5, "samples": 1024},
         {"kind": "skipped", "step": 6, "count": 3},
         {"kind": "not finite", "step": 7, "last_step": 9},
@@ -30,6 +39,7 @@ def test_events_are_listed_latest_first_in_words():
         (7, "loss not finite", "in all records up to step 9"),
         (6, "skipped steps", "3 updates skipped since the previous record"),
         (5, "rollback", "training returned to the latest checkpoint; 1,024 samples skipped"),
+        (2, "task", "arc: acc 0.5, over 1,200 questions"),
         (1, "evaluation", "held_out: loss 2.5, perplexity 12.2"),
     ]
     assert left == 0
@@ -115,3 +125,15 @@ def test_values_that_were_not_measured_are_no_cells(tmp_path):
     planned = overview_of(run, Plan(1.5, {}, "backward", is_gpu=True), ["eval/a/loss"])
     assert {c.column: c.lines for c in planned}["Peak memory"] == ["1.5 GiB planned"]
     assert {c.column: (list(c.lines), c.sort_key) for c in planned}["Best loss on a"] == ([], "")
+
+
+def test_the_best_score_of_a_task_is_the_highest_and_the_fewest_bits_per_byte(tmp_path):
+    run = Run(tmp_path, "run", Records())
+    for step, acc, bits in ((1, 0.2, 1.5), (2, 0.5, 1.0), (3, 0.4, 1.2)):
+        run.records.add({"kind": "task", "task": "arc", "step": step, "acc": acc})
+        run.records.add({"kind": "task", "task": "lam/x", "step": step, "bits_per_byte": bits})
+    names = evaluated([run])
+    assert names == ["task/arc/acc", "task/lam/x/bits_per_byte"]
+    cells = {cell.column: (*cell.lines, cell.key) for cell in overview_of(run, None, names)}
+    assert cells["Best acc on arc"] == ("0.5 at step 2", 0.5)
+    assert cells["Best bits_per_byte on lam/x"] == ("1 at step 2", 1.0)

@@ -37,6 +37,31 @@ def test_each_metric_has_a_figure_with_a_line_for_each_run_that_has_it(tmp_path)
     assert (loss.unit, loss.group) == ("nats", "Losses")
 
 
+def task_record(step, task="arc", **metrics):
+    return {"kind": "task", "task": task, "step": step, **metrics, "chance": 0.25, "num_questions": 9}
+
+
+def test_a_task_has_one_figure_with_the_level_of_chance(tmp_path):
+    records = [train_record(1, 3.0), task_record(1, acc=0.2, acc_norm=0.3), task_record(2, acc=0.4, acc_norm=0.2)]
+    records += [task_record(step, task="lam", bits_per_byte=2.0 / step) for step in (1, 2)]
+    figures = figures_of(
+        [run_of(tmp_path, *records), run_of(tmp_path, task_record(1, acc=0.1), label="b")], [None, None]
+    )
+    assert [figure.title for figure in figures.by_group["Tasks"]] == [
+        "Accuracy on arc",
+        "Bits per byte of right answers on lam",
+    ]
+    arc, lam = figures.by_group["Tasks"]
+    assert [(line.label, line.level, line.level_name) for line in arc.lines] == [
+        ("a", 0.25, "chance"),
+        ("b", 0.25, "chance"),
+    ]
+    assert lam.lines[0].level is None
+    assert titled(figures, "Accuracy on arc, by log-probability per character").group == "Other values"
+    assert ("Questions of arc", "9 questions") in figures.constants
+    assert not any("hance" in title for title, _ in figures.constants)
+
+
 def test_a_value_that_never_changes_is_a_line_of_text(tmp_path):
     run = run_of(tmp_path, *(train_record(step, num_targets=64) for step in (1, 2)))
     figures = figures_of([run], [None])

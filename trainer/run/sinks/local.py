@@ -3,7 +3,8 @@
 import json
 import math
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -133,6 +134,14 @@ class JsonLines:
             if not self.has_warned:
                 console.warning(f"{METRICS_FILE} cannot be written ({error.strerror}); the run continues")
             self.has_warned = True
+
+
+def append_records(folder: Path, records: Iterable[dict[str, Any]]) -> None:
+    """Add records to metrics.jsonl of a run that has ended. Raises OSError."""
+    path = folder / METRICS_FILE
+    require_regular(path)
+    with path.open("ab") as file:
+        file.write("".join(json.dumps(record | {"timestamp_s": time.time()}) + "\n" for record in records).encode())
 
 
 def _remove_records_after(step: float, path: Path) -> None:
