@@ -10,6 +10,10 @@ SAVING = Constraint(used_with=When("checkpoint.enabled"))
 INITIALIZED = Constraint(only_with=(When("checkpoint.init_from"),))
 
 
+GgufType = Literal["f32", "f16", "bf16", "q8_0", "q4_0"]
+"""Types of the matrices in a file for llama.cpp."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
     enabled: bool = True
