@@ -182,7 +182,14 @@ GEMMA2 = ModelSpec(
     ),
     gguf=_gguf(
         architecture="gemma2",
-        fixed=lambda sizes: {"tied_embeddings": True} | _fixed(sizes, ("sliding", "full"), wide=46),
+        fixed=lambda sizes: (
+            _fixed(sizes, ("sliding", "full"), wide=46)
+            | {
+                "tied_embeddings": True,
+                "attn_logit_softcapping": first(sizes.attn_logit_softcapping, "a number"),
+                "final_logit_softcapping": first(sizes.final_logit_softcapping, "a number"),
+            }
+        ),
         keys=lambda sizes: {
             "attention.sliding_window": sizes.window,
             "attn_logit_softcapping": sizes.attn_logit_softcapping,

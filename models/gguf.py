@@ -74,7 +74,7 @@ class Gguf:
     rope_settings: tuple[str, ...] = ()
     """Sizes of YaRN that llama.cpp reads. All others must have their defaults."""
     fixed: Callable[[Any], Keys] = lambda sizes: {}
-    """Function (sizes) -> name of a size -> the only value with which llama.cpp computes."""
+    """Function (sizes) -> name of a size -> the only value with which llama.cpp computes, or words for several values."""
     keys: Callable[[Any], Keys] = lambda sizes: {}
     """Function (sizes) -> keys of the architecture that only this family has."""
     head_rows: Mapping[str, tuple[HeadRows, ...]] = field(default_factory=dict)
@@ -108,7 +108,8 @@ def problems(gguf: Gguf, sizes: Any) -> Iterator[str]:
     suffix = f"for the architecture {gguf.architecture}"
     for name, value in gguf.fixed(sizes).items():
         if getattr(sizes, name) != value:
-            yield f"{name} {text_of(getattr(sizes, name))}: llama.cpp computes only {text_of(value)} {suffix}"
+            supported = value if isinstance(value, str) else text_of(value)
+            yield f"{name} {text_of(getattr(sizes, name))}: llama.cpp computes only {supported} {suffix}"
     if sizes.rope_type not in gguf.rope_types:
         yield f"rope_type {sizes.rope_type}: llama.cpp computes only {', '.join(gguf.rope_types)} {suffix}"
     rope = sizes.rope()
@@ -122,7 +123,15 @@ def remarks(gguf: Gguf, sizes: Any) -> Iterator[str]:
     """Yield where llama.cpp computes a little differently."""
     rope = sizes.rope()
     if isinstance(rope, YarnRope) and not rope.truncate:
-        yield "rope_truncate false: llama.cpp rounds the ends of YaRN's interpolation, so its logits differ a little"
+        yield "rope_truncate false: llama.cpp rounds the ends of YaRN's interpolation, so its logits differ"
+    if isinstance(rope, LongRope):
+        length = rope.original_seq_len
+        yield f"LongRoPE: llama.cpp takes the long factors if its context (-c) is longer than {length}, also for short texts"
+    window = getattr(sizes, "window", None)
+    if window is not None and not gguf.has_windows:
+        yield f"window {window}: llama.cpp computes none for the architecture {gguf.architecture}, so the file states this context"
+    if gguf.architecture == "deepseek2" and sizes.norm_eps != 1e-6:
+        yield f"norm_eps {sizes.norm_eps}: llama.cpp takes it for the compressed queries and keys too, instead of 1e-06"
 
 
 def context_length(gguf: Gguf, sizes: Any, context_window: int) -> int:
