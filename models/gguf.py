@@ -82,12 +82,15 @@ class Gguf:
 
     def tensor_name(self, parameter: str) -> str:
         """Return the name of the tensor that contains a parameter."""
-        module, _, leaf = parameter.rpartition(".")
-        prefix = ""
-        if module.startswith("layers."):
-            _, index, module = module.split(".", 2)
-            prefix = f"blk.{index}."
+        leaf, module = parameter.rpartition(".")[2], module_in_block(parameter)
+        prefix = f"blk.{parameter.split('.')[1]}." if parameter.startswith("layers.") else ""
         return prefix + (self.names.get(f"{module}.{leaf}") or f"{self.names[module]}.{leaf}")
+
+
+def module_in_block(parameter: str) -> str:
+    """Return the name of a parameter's module. Inside a block, it is relative to the block."""
+    module = parameter.rpartition(".")[0]
+    return module.split(".", 2)[2] if module.startswith("layers.") else module
 
 
 def is_permuted(gguf: Gguf, is_paired: bool, parameter: str) -> bool:
@@ -129,7 +132,8 @@ def remarks(gguf: Gguf, sizes: Any) -> Iterator[str]:
         yield f"LongRoPE: llama.cpp takes the long factors if its context (-c) is longer than {length}, also for short texts"
     window = getattr(sizes, "window", None)
     if window is not None and not gguf.has_windows:
-        yield f"window {window}: llama.cpp computes none for the architecture {gguf.architecture}, so the file states this context"
+        what = f"llama.cpp computes no windows for the architecture {gguf.architecture}"
+        yield f"window {window}: {what}, so it is the longest context of the file"
     if gguf.architecture == "deepseek2" and sizes.norm_eps != 1e-6:
         yield f"norm_eps {sizes.norm_eps}: llama.cpp takes it for the compressed queries and keys too, instead of 1e-06"
 

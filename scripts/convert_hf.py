@@ -1,5 +1,5 @@
-"""Convert between checkpoints and the Hugging Face format, and to the format of llama.cpp, block by block, so that memory does not
-grow with the model size.
+"""Convert between checkpoints, the Hugging Face format and that of llama.cpp, block by block, so that memory does not grow with
+the model size.
 
 python scripts/convert_hf.py to-hf outputs/debug/checkpoints/step-00000300 out/
 python scripts/convert_hf.py from-hf model-folder/ out/
@@ -79,7 +79,7 @@ from trainer.base.system.spelling import did_you_mean
 from trainer.base.system.units import GIB
 from trainer.checkpoint.formats.adapter import Adapter
 from trainer.checkpoint.formats.folders import open_weights
-from trainer.checkpoint.formats.gguf_writer import GgufExport, write_gguf
+from trainer.checkpoint.formats.gguf_writer import GgufExport
 from trainer.checkpoint.formats.huggingface import HuggingFaceWeights
 from trainer.checkpoint.formats.huggingface_writer import exported_bytes, write_huggingface
 from trainer.checkpoint.formats.native_writer import require_new_folder, require_outside_checkpoint, write_checkpoint
@@ -94,10 +94,10 @@ def to_gguf(args: argparse.Namespace) -> None:
         raise ConfigError("", f"{args.out} exists; choose another path")
     merge = {"base": args.base, "into_quantized": args.into == "quantized"}
     export = GgufExport.of(open_weights(_source(args), alone=True, averaged=args.averaged, **merge), args.type)
-    for remark in export.remarks:
+    for remark in export.vocabulary.remarks:
         console.warning(remark)
     with console.progress(export.num_bytes(), "B", "converted") as bar:
-        write_gguf(export, args.out, bar.update)
+        export.write(args.out, progress=bar.update)
 
 
 def _source(args: argparse.Namespace) -> Path:

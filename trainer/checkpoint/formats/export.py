@@ -1,5 +1,6 @@
-"""The export of a finished run."""
+"""The exports of a finished run."""
 
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,6 +14,7 @@ from trainer.base.system import console
 from trainer.base.system.run_files import CHECKPOINTS, latest_per_step, step_of
 from trainer.checkpoint.formats.adapter import Adapter
 from trainer.checkpoint.formats.folders import open_weights
+from trainer.checkpoint.formats.gguf_writer import GgufExport, is_gguf_of
 from trainer.checkpoint.formats.huggingface_writer import write_huggingface
 from trainer.checkpoint.formats.peft_writer import write_peft
 from trainer.checkpoint.formats.weights import checkpoint_origin
@@ -29,38 +31,57 @@ def is_export_of(folder: Path, checkpoint: Path, averaged: bool) -> bool:
 
 
 def export_run(run_folder: Path, config: CheckpointConfig, skip_existing: bool = False) -> None:
-    """Export a checkpoint of a finished run in bf16 to RUN_FOLDER/huggingface, on rank 0.
+    """Export a checkpoint of a finished run, on rank 0: in bf16 to RUN_FOLDER/huggingface, and to RUN_FOLDER/model-TYPE.gguf.
 
     Args:
         run_folder: Folder of the run.
-        config: Which weights to export.
+        config: Which exports to write, and of which weights.
         skip_existing: Whether to keep an existing export of the same checkpoint.
 
     Raises:
-        ConfigError: The folder cannot be written, or there is no such checkpoint.
+        ConfigError: An export cannot be written, or there is no such checkpoint.
     """
-    if dist.get_rank() != 0:
+    if dist.get_rank() != 0 or not (config.export_huggingface or config.export_gguf):
         return
-    out, averaged = run_folder / "huggingface", config.export_averaged
-    try:
-        checkpoints = run_folder / CHECKPOINTS
-        with errors_about("checkpoint.export_checkpoint"):
-            last, best = latest_per_step(checkpoints)[0], best_step(checkpoints)
-            is_best = config.export_checkpoint == "best" or (config.export_checkpoint == "auto" and best > 0)
-            chosen = best_checkpoint(checkpoints) if is_best else last
-        if skip_existing and is_export_of(out, chosen, averaged):
-            return
-        if is_adapter(chosen):
-            write_peft(Adapter.open(chosen, alone=True, averaged=averaged), out)
-        else:
-            write_huggingface(open_weights(chosen, alone=True, averaged=averaged), out, torch.bfloat16)
-    except (OSError, CorruptError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        message = f"{out} could not be written ({reason}); rerun the same command to retry"
-        raise ConfigError("checkpoint.export_huggingface", message) from None
-    suffix = " (averaged weights)" if averaged else ""
-    why = ""
-    if best not in (0, step_of(last)):
-        why = f"; the last is step {step_of(last)}" if is_best else f"; the best is step {best}"
-        why = f", the {'best' if is_best else 'last'} checkpoint{why} (checkpoint.export_checkpoint = {config.export_checkpoint})"
-    console.info(f"exported {chosen.name}{suffix} to {out}{why}")
+    chosen, why = _chosen_checkpoint(run_folder / CHECKPOINTS, config)
+    suffix = " (averaged weights)" if config.export_averaged else ""
+    folder, file = run_folder / "huggingface", run_folder / f"model-{config.export_gguf}.gguf"
+    exports = [
+        ("export_huggingface", folder, is_export_of, partial(_write_folder, chosen, config.export_averaged)),
+        ("export_gguf", file, is_gguf_of, partial(_write_gguf, chosen, config, run_folder.name)),
+    ]
+    for setting, out, is_written, write in exports:
+        if not getattr(config, setting) or (skip_existing and is_written(out, chosen, config.export_averaged)):
+            continue
+        try:
+            write(out)
+        except (OSError, CorruptError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            message = f"{out} could not be written ({reason}); rerun the same command to retry"
+            raise ConfigError(f"checkpoint.{setting}", message) from None
+        console.info(f"exported {chosen.name}{suffix} to {out}{why}")
+
+
+def _chosen_checkpoint(checkpoints: Path, config: CheckpointConfig) -> tuple[Path, str]:
+    """Return the checkpoint to export, and why it is this one. Raises ConfigError if it does not exist."""
+    with errors_about("checkpoint.export_checkpoint"):
+        last, best = latest_per_step(checkpoints)[0], best_step(checkpoints)
+        is_best = config.export_checkpoint == "best" or (config.export_checkpoint == "auto" and best > 0)
+        chosen = best_checkpoint(checkpoints) if is_best else last
+    if best in (0, step_of(last)):
+        return chosen, ""
+    other = f"; the last is step {step_of(last)}" if is_best else f"; the best is step {best}"
+    what = f", the {'best' if is_best else 'last'} checkpoint{other}"
+    return chosen, f"{what} (checkpoint.export_checkpoint = {config.export_checkpoint})"
+
+
+def _write_folder(checkpoint: Path, averaged: bool, out: Path) -> None:
+    if is_adapter(checkpoint):
+        write_peft(Adapter.open(checkpoint, alone=True, averaged=averaged), out)
+    else:
+        write_huggingface(open_weights(checkpoint, alone=True, averaged=averaged), out, torch.bfloat16)
+
+
+def _write_gguf(checkpoint: Path, config: CheckpointConfig, name: str, out: Path) -> None:
+    weights = open_weights(checkpoint, alone=True, averaged=config.export_averaged)
+    GgufExport.of(weights, config.export_gguf).write(out, name)

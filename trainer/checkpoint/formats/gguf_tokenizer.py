@@ -249,8 +249,8 @@ def _sentencepiece(content: Mapping[str, Any], files: Mapping[str, bytes]) -> _A
 
 
 def _space_before_text(content: Mapping[str, Any]) -> str:
-    """Return where a space is added: "always" (before each text), "first" (before the first one) or "never". Raises ConfigError if
-    the text is changed in another way."""
+    """Return where a space is added: "always" (before each text), "first" (before the first one) or "never". Raises ConfigError
+    if the text is changed in another way."""
     scheme = "never"
     for part in (
         *_parts(content.get("normalizer"), "normalizers"),

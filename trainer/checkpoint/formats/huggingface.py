@@ -229,6 +229,9 @@ class HuggingFaceWeights(Weights):
     def read(self, name: str, region: Region, out: Tensor) -> None:
         read_regions(self.folder, {name: self.index[name]}, {name: (out, region)}, self._read_chunk)
 
+    def is_mxfp4(self, name: str) -> bool:
+        return self.keys.get(stored_name(self.spec.huggingface, f"{name}@0")) in self.packed
+
     def digest(self) -> str:
         """Return a hash of the content of the weight files. Each rank reads some of them. Raises OSError."""
         files = self._weight_files()
