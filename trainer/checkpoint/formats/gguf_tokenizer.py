@@ -241,29 +241,32 @@ def _sentencepiece(content: Mapping[str, Any], files: Mapping[str, bytes]) -> _A
     model = content["model"]
     if not model.get("byte_fallback") or any(name not in model["vocab"] for name in _BYTES):
         raise _refusal("has no tokens for single bytes")
-    scheme, remarks = _space_before_text(content), []
-    if scheme == "first":
-        remarks.append("llama.cpp adds a space to the text after each special token, not only at the start")
-    keys = {"ggml.model": "llama", "ggml.pre": "default", "ggml.add_space_prefix": scheme != "never"}
-    return _Algorithm(keys=keys, remarks=tuple(remarks), scores=_scores(model, files))
+    adds_space, remarks = _space_before_text(content)
+    keys = {"ggml.model": "llama", "ggml.pre": "default", "ggml.add_space_prefix": adds_space}
+    return _Algorithm(keys=keys, remarks=remarks, scores=_scores(model, files))
 
 
-def _space_before_text(content: Mapping[str, Any]) -> str:
-    """Return where a space is added: "always" (before each text), "first" (before the first one) or "never". Raises ConfigError
-    if the text is changed in another way."""
-    scheme = "never"
-    for part in (
+def _space_before_text(content: Mapping[str, Any]) -> tuple[bool, tuple[str, ...]]:
+    """Return whether a space is added before each text, and a remark if llama.cpp adds it elsewhere too. Raises ConfigError if the
+    text is changed in another way."""
+    adds_space, remarks = False, ()
+    parts = (
         *_parts(content.get("normalizer"), "normalizers"),
         *_parts(content.get("pre_tokenizer"), "pretokenizers"),
-    ):
+    )
+    for part in parts:
         kind = part["type"]
         if kind == "Metaspace" and part.get("replacement", _SPACE) == _SPACE and not part.get("split"):
             scheme = part.get("prepend_scheme", "always" if part.get("add_prefix_space", True) else "never")
+            adds_space = scheme != "never"
+            where = " and after each special token" if scheme == "first" else ""
+            text = f"llama.cpp adds a space also before a text that begins with one{where}, unlike this tokenizer"
+            remarks = (text,) if adds_space else ()
         elif kind == "Prepend" and part["prepend"] == _SPACE:
-            scheme = "always"
+            adds_space = True
         elif kind != "Replace" or (part["pattern"], part["content"]) != ({"String": " "}, _SPACE):
             raise _refusal(f"changes text with {kind} in a way that it does not know")
-    return scheme
+    return adds_space, remarks
 
 
 def _scores(model: Mapping[str, Any], files: Mapping[str, bytes]) -> dict[str, float]:
