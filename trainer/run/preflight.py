@@ -101,7 +101,7 @@ def check_run(
 
 def _check_gguf(config: Config, resolved: ResolvedRun, text: TextFormat) -> None:
     """Warn about what llama.cpp will do differently. Raises ConfigError if it cannot compute the model, or encode text."""
-    if not config.checkpoint.export_gguf:
+    if config.checkpoint.export_gguf == "none":
         return
 
     def check() -> tuple[str, ...]:

@@ -1,5 +1,6 @@
 """The exports of a finished run."""
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -19,6 +20,11 @@ from trainer.checkpoint.formats.huggingface_writer import write_huggingface
 from trainer.checkpoint.formats.peft_writer import write_peft
 from trainer.checkpoint.formats.weights import checkpoint_origin
 from trainer.checkpoint.manifest import CorruptError
+
+_IsWritten = Callable[[Path, Path, bool], bool]
+"""Function (export, checkpoint, averaged) -> whether the export is that of this checkpoint."""
+_Write = Callable[[Path, bool, Path], None]
+"""Function (checkpoint, averaged, out) that writes an export."""
 
 
 def is_export_of(folder: Path, checkpoint: Path, averaged: bool) -> bool:
@@ -41,25 +47,28 @@ def export_run(run_folder: Path, config: CheckpointConfig, skip_existing: bool =
     Raises:
         ConfigError: An export cannot be written, or there is no such checkpoint.
     """
-    if dist.get_rank() != 0 or not (config.export_huggingface or config.export_gguf):
+    if dist.get_rank() != 0 or not (config.export_huggingface or config.export_gguf != "none"):
         return
+    averaged = config.export_averaged
     chosen, why = _chosen_checkpoint(run_folder / CHECKPOINTS, config)
-    suffix = " (averaged weights)" if config.export_averaged else ""
-    folder, file = run_folder / "huggingface", run_folder / f"model-{config.export_gguf}.gguf"
-    exports = [
-        ("export_huggingface", folder, is_export_of, partial(_write_folder, chosen, config.export_averaged)),
-        ("export_gguf", file, is_gguf_of, partial(_write_gguf, chosen, config, run_folder.name)),
-    ]
-    for setting, out, is_written, write in exports:
-        if not getattr(config, setting) or (skip_existing and is_written(out, chosen, config.export_averaged)):
-            continue
+
+    def export(setting: str, out: Path, is_written: _IsWritten, write: _Write) -> None:
+        if skip_existing and is_written(out, chosen, averaged):
+            return
         try:
-            write(out)
+            write(chosen, averaged, out)
         except (OSError, CorruptError) as error:
             reason = error.strerror if isinstance(error, OSError) else error
             message = f"{out} could not be written ({reason}); rerun the same command to retry"
             raise ConfigError(f"checkpoint.{setting}", message) from None
+        suffix = " (averaged weights)" if averaged else ""
         console.info(f"exported {chosen.name}{suffix} to {out}{why}")
+
+    if config.export_huggingface:
+        export("export_huggingface", run_folder / "huggingface", is_export_of, _write_folder)
+    if config.export_gguf != "none":
+        write = partial(_write_gguf, config.export_gguf, run_folder.name)
+        export("export_gguf", run_folder / f"model-{config.export_gguf}.gguf", is_gguf_of, write)
 
 
 def _chosen_checkpoint(checkpoints: Path, config: CheckpointConfig) -> tuple[Path, str]:
@@ -82,6 +91,5 @@ def _write_folder(checkpoint: Path, averaged: bool, out: Path) -> None:
         write_huggingface(open_weights(checkpoint, alone=True, averaged=averaged), out, torch.bfloat16)
 
 
-def _write_gguf(checkpoint: Path, config: CheckpointConfig, name: str, out: Path) -> None:
-    weights = open_weights(checkpoint, alone=True, averaged=config.export_averaged)
-    GgufExport.of(weights, config.export_gguf).write(out, name)
+def _write_gguf(type: str, name: str, checkpoint: Path, averaged: bool, out: Path) -> None:
+    GgufExport.of(open_weights(checkpoint, alone=True, averaged=averaged), type).write(out, name)

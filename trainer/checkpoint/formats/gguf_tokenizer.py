@@ -85,7 +85,11 @@ def vocabulary(
     names, types = _tokens(content, vocab_size)
     keys = {"ggml.tokens": names, "ggml.token_type": types, **own.keys}
     if own.scores is not None:
-        keys["ggml.scores"] = [own.scores.get(name, -1000.0) for name in names]
+        # llama.cpp never merges to tokens without a score of their own. These are its converter's values.
+        absent = {TokenType.UNUSED: -10_000.0}
+        keys["ggml.scores"] = [
+            own.scores.get(name, absent.get(type_, -1000.0)) for name, type_ in zip(names, types, strict=True)
+        ]
     keys |= _roles(files, tokenizer, config) | _templates(files)
     return Vocabulary(keys=keys, remarks=(*own.remarks, *_remarks(content)))
 
@@ -124,7 +128,8 @@ def _roles(files: Mapping[str, bytes], tokenizer: Tokenizer, ids_in_config: Mapp
     )
     known = tokenizer.special_tokens
     ids = {"bos": tokenizer.bos, "eos": tokenizer.eos}
-    ids |= {role: known.get(name_of(config.get(f"{role}_token")) or "") for role in ("unk", "pad")}
+    named = {"unknown": "unk_token", "padding": "pad_token"}
+    ids |= {role: known.get(name_of(config.get(key)) or "") for role, key in named.items()}
     # llama.cpp ends a text at these too. It has two more roles for them.
     ends = dict.fromkeys([*ids_of_ends(ids_in_config), *ids_of_ends(generation)])
     others = [token for token in ends if token != tokenizer.eos]
@@ -247,8 +252,8 @@ def _sentencepiece(content: Mapping[str, Any], files: Mapping[str, bytes]) -> _A
 
 
 def _space_before_text(content: Mapping[str, Any]) -> tuple[bool, tuple[str, ...]]:
-    """Return whether a space is added before each text, and a remark if llama.cpp adds it elsewhere too. Raises ConfigError if the
-    text is changed in another way."""
+    """Return whether a space is added before each text, and a remark if llama.cpp adds it elsewhere too. Raises ConfigError if
+    the text is changed in another way."""
     adds_space, remarks = False, ()
     parts = (
         *_parts(content.get("normalizer"), "normalizers"),

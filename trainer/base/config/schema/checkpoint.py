@@ -49,10 +49,10 @@ class CheckpointConfig:
     """Whether to also write the model to the run folder in Hugging Face format after the last step; with [lora] rank, only the
     adapter, in the format of the package peft."""
     export_gguf: Annotated[
-        Literal["", "f32", "f16", "bf16", "q8_0", "q4_0"], Constraint(only_with=(When("checkpoint.enabled"),))
-    ] = ""
+        Literal["none", "f32", "f16", "bf16", "q8_0", "q4_0"], Constraint(only_with=(When("checkpoint.enabled"),))
+    ] = "none"
     """Type of the matrices in a file for llama.cpp, RUN_FOLDER/model-TYPE.gguf, which is also written after the last step; with
-    [lora] rank, the adapter is merged into its base model. Empty: no such file. q4_0 keeps the output matrix in q8_0."""
+    [lora] rank, the adapter is merged into its base model. "none": no such file. q4_0 keeps the output matrix in q8_0."""
     export_averaged: Annotated[bool, Constraint(only_with=(EXPORTED, When("optimizer.ema_decay")))] = False
     """Whether the exports have the averaged weights."""
     export_checkpoint: Annotated[Literal["auto", "last", "best"], Constraint(only_with=(EXPORTED,))] = "auto"
