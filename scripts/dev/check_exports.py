@@ -9,6 +9,7 @@ exit codes: 0: all tokens are equal, and the logits deviate by at most 1e-4; 1: 
     python scripts/dev/check_exports.py
     python scripts/dev/check_exports.py --python old/bin/python --families qwen2.5 gemma3
     python scripts/dev/check_exports.py --llama-cpp env/bin/python --llama-source llama_cpp_python/vendor/llama.cpp
+    python scripts/dev/check_exports.py --vllm env/bin/python
 """
 
 import json
@@ -31,6 +32,7 @@ if __name__ == "__main__":
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from models import MODELS
 from models.decoder import Decoder
@@ -63,6 +65,8 @@ class Case:
     family: str
     tokenizer: str
     home: Path
+    prompt: list[int]
+    """Before the greedy tokens."""
     expected: dict[str, Any] = field(default_factory=dict)
     """Logits (2, seq, vocab), greedy tokens and tokens of a chat; empty if only the tokens of strings are compared."""
     refusal: str = ""
@@ -96,77 +100,108 @@ def write_cases(
         for i, (name, config) in enumerate(configs.items()):
             home, expected, refusal = folder / f"{family}-{i}", {}, ""
             model = export(family, config, home, with_template=i == 0)
+            # All contexts need the long factors: transformers chooses them by each length, llama.cpp by the longest.
+            prompt = tokens[0, : 33 if model.sizes.rope_type == "longrope" else 8].tolist()
             if i == 0:
                 with torch.no_grad():
-                    expected = {"logits": model(tokens), "greedy": greedy(model, tokens[0, :8].tolist()), "chat": chat}
+                    expected = {"logits": model(tokens), "greedy": greedy(model, prompt), "chat": chat}
             try:
                 if with_gguf:
                     GgufExport.of(open_weights(home / "checkpoint", alone=True), "f32").write(home / "model.gguf")
             except ConfigError as error:
                 refusal = error.message
-            cases.append(Case(family=family, tokenizer=name, home=home, expected=expected, refusal=refusal))
+            case = Case(family=family, tokenizer=name, home=home, prompt=prompt, expected=expected, refusal=refusal)
+            cases.append(case)
     return cases
 
 
-def read(engine: str, python: str, option: str, cases: list[Case], request: dict[str, Any]) -> dict[str, Any]:
-    """Return what an engine reads from the exports. Raises ConfigError.
-
-    Args:
-        engine: Key of ENGINES.
-        python: Interpreter of its environment.
-        option: That names it.
-        cases: Exports that it reads.
-        request: Texts and tokens.
-    """
-    script, file = ENGINES[engine]
-    models = [str(case.home / file) for case in cases if case.expected]
-    request = request | {"tokenizers": [str(case.home / file) for case in cases], "models": models}
-    with tempfile.TemporaryDirectory() as folder:
-        paths = [Path(folder) / name for name in ("request.json", "reply.json")]
-        paths[0].write_text(json.dumps(request))
-        command = [python, str(ROOT / "trainer" / "tools" / "testing" / script), *map(str, paths)]
-        done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
-        if done.returncode:
-            raise ConfigError("", f"{option} {python}: {done.stderr.strip().splitlines()[-1]}")
-        return json.loads(paths[1].read_text())
+@dataclass(frozen=True)
+class Engine:
+    option: str
+    """Names the interpreter of its environment."""
+    script: str
+    """Reads exports with it, in trainer/tools/testing."""
+    file: str
+    """What it reads beside a case's checkpoint."""
+    variables: dict[str, str] = field(default_factory=dict)
+    """Of its environment."""
 
 
 ENGINES = {
-    "transformers": ("transformers_reader.py", "export"),
-    "llama.cpp": ("llama_cpp_reader.py", "model.gguf"),
+    "transformers": Engine("--python", "transformers_reader.py", "export"),
+    "llama.cpp": Engine("--llama-cpp", "llama_cpp_reader.py", "model.gguf"),
+    "vLLM": Engine(
+        "--vllm",
+        "vllm_reader.py",
+        "export",
+        # One process, and little memory for keys and values.
+        {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR"},
+    ),
 }
-"""Engine -> script that reads exports with it, and what it reads beside a case's checkpoint."""
 
 
-def compare(engine: str, cases: list[Case], expected: dict[str, list], reply: dict[str, Any]) -> bool:
-    """Print a line for each family. Return whether all that the engine has read agrees. expected: tokenizer -> tokens."""
-    is_right = True
+def read(engine: Engine, python: str, cases: list[Case], request: dict[str, Any]) -> dict[str, Any]:
+    """Return what an engine reads from the exports. Raises ConfigError.
+
+    Args:
+        engine: The engine.
+        python: Interpreter of its environment.
+        cases: Exports that it reads.
+        request: Texts and tokens.
+    """
+    prompts = {str(case.home / engine.file): case.prompt for case in cases if case.expected}
+    files = {"tokenizers": [str(case.home / engine.file) for case in cases], "models": [*prompts], "prompts": prompts}
+    with tempfile.TemporaryDirectory() as folder:
+        paths = [Path(folder) / name for name in ("request.json", "reply.json")]
+        paths[0].write_text(json.dumps(request | files))
+        command = [python, str(ROOT / "trainer" / "tools" / "testing" / engine.script), *map(str, paths)]
+        done = subprocess.run(command, capture_output=True, text=True, env=os.environ | engine.variables)
+        if done.returncode:
+            raise ConfigError("", f"{engine.option} {python}: {done.stderr.strip().splitlines()[-1]}")
+        return json.loads(paths[1].read_text())
+
+
+def compare(name: str, cases: list[Case], expected: dict[str, list], reply: dict[str, Any], tokens: Tensor) -> bool:
+    """Print a line for each family. Return whether all that the engine has read agrees.
+
+    Args:
+        name: Of the engine.
+        cases: Exports that it has read.
+        expected: Tokenizer -> tokens of the strings.
+        reply: Of the engine.
+        tokens: Input of the models, (2, seq).
+    """
+    is_right, file = True, ENGINES[name].file
     for family in dict.fromkeys(case.family for case in cases):
-        own = [case for case in cases if case.family == family]
-        differing = {}
+        own, texts = [case for case in cases if case.family == family], []
         for case in own:
-            found = reply["tokenizers"][str(case.home / ENGINES[engine][1])]["tokens"]
+            found = reply["tokenizers"].get(str(case.home / file), {}).get("tokens", expected[case.tokenizer])
             count = sum(a != b for a, b in zip(found, expected[case.tokenizer], strict=True))
-            differing |= {case.tokenizer: count} if count else {}
-        wrong = ", ".join(f"{count} strings differ ({name})" for name, count in differing.items())
-        parts, model_is_right = _compare_model(
-            engine, own[0], reply["models"].get(str(own[0].home / ENGINES[engine][1]))
-        )
-        print(f"{engine}, {family}: {wrong or 'tokens are equal'}; {parts}", flush=True)
-        is_right &= model_is_right and not differing
+            texts += [f"{count} strings differ ({case.tokenizer})"] if count else []
+        is_right &= not texts
+        if reply["tokenizers"] and not texts:
+            texts = ["tokens are equal"]
+        text, model_is_right = _compare_model(name, own[0], reply, tokens)
+        print(f"{name}, {family}: {'; '.join([*texts, text])}", flush=True)
+        is_right &= model_is_right
     return is_right
 
 
-def _compare_model(engine: str, case: Case, found: dict[str, Any] | None) -> tuple[str, bool]:
+def _compare_model(name: str, case: Case, reply: dict[str, Any], tokens: Tensor) -> tuple[str, bool]:
     """Return a text about a model, and whether it is right."""
-    if found is None:
-        return "its models are unknown to this version", True
-    logits = torch.tensor(found["logits"])
-    deviation = (logits - case.expected["logits"][:, : logits.shape[1]]).abs().max().item()
-    equal = {what: found[what] == case.expected[what] for what in ("greedy", "chat")}
-    texts = [f"{'equal' if is_equal else 'other'} {what} tokens" for what, is_equal in equal.items()]
-    is_right = deviation <= _LIMITS.get((engine, case.family), _LIMIT) and all(equal.values())
-    return f"logits deviate by {deviation:.0e}, {', '.join(texts)}", is_right
+    path = str(case.home / ENGINES[name].file)
+    if path not in reply["models"]:
+        return reply.get("problems", {}).get(path, "its models are unknown to this version"), True
+    found, logits = reply["models"][path], case.expected["logits"]
+    what = "logits" if "logits" in found else "logprobs"
+    values = torch.tensor(found[what])
+    if what == "logprobs":
+        logits = logits.log_softmax(-1)[:, :-2].gather(-1, tokens[:, 1:-1, None])[..., 0]
+    deviation = (values - logits[:, : values.shape[1]]).abs().max().item()
+    equal = {kind: found[kind] == case.expected[kind] for kind in ("greedy", "chat")}
+    texts = [f"{'equal' if is_equal else 'other'} {kind} tokens" for kind, is_equal in equal.items()]
+    is_right = deviation <= _LIMITS.get((name, case.family), _LIMIT) and all(equal.values())
+    return f"{what} deviate by {deviation:.0e}, {', '.join(texts)}", is_right
 
 
 def compare_with_converter(python: str, source: Path, cases: list[Case]) -> bool:
@@ -198,33 +233,25 @@ def check(args: Any, folder: Path) -> bool:
     configs, texts = write_tokenizers(folder), strings(args.strings)
     tokens = torch.randint(1000, (2, SEQ_LEN), generator=torch.Generator().manual_seed(1))
     cases = write_cases(args.families, configs, tokens, folder, bool(args.llama_cpp or args.llama_source))
-    request = {
-        "tokens": tokens.tolist(),
-        "prompt": tokens[0, :8].tolist(),
-        "new_tokens": NEW_TOKENS,
-        "messages": MESSAGES,
-    }
+    request = {"tokens": tokens.tolist(), "new_tokens": NEW_TOKENS, "messages": MESSAGES}
     tokenizers = {name: load_tokenizer(config) for name, config in configs.items()}
+    pythons = {"transformers": args.python, "llama.cpp": args.llama_cpp, "vLLM": args.vllm}
     is_right = True
-    for engine, (option, python) in {
-        "transformers": ("--python", args.python),
-        "llama.cpp": ("--llama-cpp", args.llama_cpp),
-    }.items():
-        if not python:
-            print(f"{engine}: not compared; {option} names the interpreter of its environment")
+    for name, engine in ENGINES.items():
+        if not (python := pythons[name]):
+            print(f"{name}: not compared; {engine.option} names the interpreter of its environment")
             continue
-        is_gguf = engine == "llama.cpp"
-        own = (
-            [unicodedata.normalize("NFC", text) for text in texts] if is_gguf else texts
-        )  # llama.cpp does not normalize
-        readable = [case for case in cases if not (is_gguf and case.refusal)]
+        own, readable = texts, cases
+        if name == "llama.cpp":
+            own = [unicodedata.normalize("NFC", text) for text in texts]  # it does not normalize
+            readable = [case for case in cases if not case.refusal]
         for case in cases:
             if case not in readable and case.expected:
-                print(f"{engine}, {case.family}: {case.refusal}")
-        reply = read(engine, python, option, readable, request | {"strings": own})
-        expected = {name: [tokenizer.encode(text) for text in own] for name, tokenizer in tokenizers.items()}
-        print(f"{engine} {reply['version']}, {len(own)} strings, tokenizers: {', '.join(configs)}")
-        is_right &= compare(engine, readable, expected, reply)
+                print(f"{name}, {case.family}: {case.refusal}")
+        reply = read(engine, python, readable, request | {"strings": own})
+        expected = {tokenizer: [loaded.encode(text) for text in own] for tokenizer, loaded in tokenizers.items()}
+        print(f"{name} {reply['version']}, {len(own)} strings, tokenizers: {', '.join(configs)}")
+        is_right &= compare(name, readable, expected, reply, tokens)
     if args.llama_source:
         is_right &= compare_with_converter(args.llama_cpp or sys.executable, args.llama_source, cases)
     return is_right
@@ -235,6 +262,7 @@ def main() -> None:
     python_help = "interpreter of the environment with transformers (default: this one)"
     parser.add_argument("--python", default=sys.executable, metavar="PATH", help=python_help)
     parser.add_argument("--llama-cpp", metavar="PATH", help="interpreter of the environment with llama-cpp-python")
+    parser.add_argument("--vllm", metavar="PATH", help="interpreter of the environment with vllm-cpu")
     source_help = "folder of llama.cpp's source, whose converter's files are compared with ours"
     parser.add_argument("--llama-source", type=Path, metavar="PATH", help=source_help)
     parser.add_argument(

@@ -36,11 +36,18 @@ from trainer.tools.testing.random_parameters import randomize
 
 SEQ_LEN = 48  # more than the windows of the debug sizes, and than the context from which their encodings are extended
 _GIB = 2**30
-_SMALL = {"dim": 128, "n_layers": 2, "n_heads": 8, "n_kv_heads": 4, "hidden_dim": 352, "vocab_size": 2048}
+_SMALL = {"n_layers": 2, "n_heads": 8, "n_kv_heads": 4, "hidden_dim": 352, "vocab_size": 2048}
 _PUBLISHED = {"llama2": "7b", "llama3.1": "8b", "llama3.2": "1b"}
 """Families without a debug size -> size that is made smaller."""
-_OVERRIDES = {"olmoe": {"n_kv_heads": 8}, "gpt-oss": {"rope_truncate": "true"}}
-"""What the debug size of a family has in another way than llama.cpp computes it."""
+_WIDE = {"dim": 256, "head_dim": 32}
+"""Heads of the width that vLLM computes on CPUs."""
+_OVERRIDES = {
+    **{"olmoe": {"n_kv_heads": 8}, "gpt-oss": {"rope_truncate": "true"}, "phi": {"partial_rotary_factor": 0.25}},
+    **{"gemma2": {"query_pre_attn_scalar": 32}, "gemma3": {"query_pre_attn_scalar": 32}},
+    **{"llama3": {"head_dim": None}, "deepseek-v3": {"head_dim": None}},
+}
+"""Family -> sizes of its models that are not those of its debug size and _WIDE. None: no other value. They are what llama.cpp
+computes."""
 
 
 # ---------------------------------------------------------------- strings
@@ -153,7 +160,8 @@ def export(family: str, tokenizer: TokenizerConfig, folder: Path, with_template:
         with_template: Whether the export has the default chat template.
     """
     words = ["--model.name", family, "--model.size", _PUBLISHED.get(family, "debug")]
-    overrides = _SMALL if family in _PUBLISHED else _OVERRIDES.get(family, {})
+    own = _SMALL | {"head_dim": None} if family in _PUBLISHED else _OVERRIDES.get(family, {})
+    overrides = {name: value for name, value in (_WIDE | own).items() if value is not None}
     words += [word for name, value in overrides.items() for word in (f"--model.overrides.{name}", str(value))]
     words += ["--training.seq_len", str(SEQ_LEN), "--tokenizer.backend", tokenizer.backend]
     config = load_config([*words, "--tokenizer.path", tokenizer.path])

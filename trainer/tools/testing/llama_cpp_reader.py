@@ -22,15 +22,15 @@ def tokens_of(model: llama_cpp.Llama, text: str, special: bool = False) -> list[
     return model.tokenize(text.encode(), add_bos=False, special=special)
 
 
-def read_model(model: llama_cpp.Llama, request: dict[str, Any]) -> dict[str, Any]:
-    """Return logits, greedy tokens and the tokens of a chat."""
+def read_model(model: llama_cpp.Llama, prompt: list[int], request: dict[str, Any]) -> dict[str, Any]:
+    """Return logits, greedy tokens and the tokens of a chat. prompt: of the greedy tokens."""
     length = int(model.metadata[f"{model.metadata['general.architecture']}.context_length"])
     logits = []
     for row in request["tokens"]:
         model.reset()
         model.eval(row[:length])
         logits.append(model.scores[: len(row[:length])].tolist())
-    tokens = list(request["prompt"])
+    tokens = list(prompt)
     model.reset()
     model.eval(tokens)
     for _ in range(request["new_tokens"]):
@@ -40,8 +40,7 @@ def read_model(model: llama_cpp.Llama, request: dict[str, Any]) -> dict[str, Any
     ids = {"bos": model.token_bos(), "eos": model.token_eos()}
     names = {f"{role}_token": model.detokenize([i], special=True).decode() for role, i in ids.items()}
     chat = Jinja2ChatFormatter(template=template, **names)(messages=request["messages"])
-    greedy = tokens[len(request["prompt"]) :]
-    return {"logits": logits, "greedy": greedy, "chat": tokens_of(model, chat.prompt, special=True)}
+    return {"logits": logits, "greedy": tokens[len(prompt) :], "chat": tokens_of(model, chat.prompt, special=True)}
 
 
 def read(request: dict[str, Any]) -> dict[str, Any]:
@@ -51,7 +50,7 @@ def read(request: dict[str, Any]) -> dict[str, Any]:
         model = load(file)
         results["tokenizers"][file] = {"tokens": [tokens_of(model, text) for text in request["strings"]]}
         if file in request["models"]:
-            results["models"][file] = read_model(model, request)
+            results["models"][file] = read_model(model, request["prompts"][file], request)
         model.close()
     return results
 

@@ -26,7 +26,8 @@ def read_model(folder: str, request: dict[str, Any]) -> dict[str, Any]:
     """Return logits in fp32, greedy tokens and the tokens of a chat."""
     options = {"attn_implementation": "eager", "torch_dtype": torch.float32}
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, **options)
-    tokens = list(request["prompt"])
+    prompt = request["prompts"][folder]
+    tokens = list(prompt)
     with torch.no_grad():
         logits = model(torch.tensor(request["tokens"])).logits
         for _ in range(request["new_tokens"]):
@@ -34,7 +35,7 @@ def read_model(folder: str, request: dict[str, Any]) -> dict[str, Any]:
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     text = tokenizer.apply_chat_template(request["messages"], tokenize=False, add_generation_prompt=True)
     chat = tokenizer(text, add_special_tokens=False).input_ids
-    return {"logits": logits.tolist(), "greedy": tokens[len(request["prompt"]) :], "chat": chat}
+    return {"logits": logits.tolist(), "greedy": tokens[len(prompt) :], "chat": chat}
 
 
 def read(request: dict[str, Any]) -> dict[str, Any]:
