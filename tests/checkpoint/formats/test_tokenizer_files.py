@@ -296,7 +296,7 @@ def test_trained_merged_and_adapter_folders_have_tokenizer_model_and_a_template_
     argv += ["--training.steps", "1", "--evaluation.interval_steps", "0"]
     full, adapter = tmp_path / "full", tmp_path / "adapter"
     ranks(1).run(train, combine([*argv, *in_folder(full)]))
-    ranks(1).run(export_run, full, CheckpointConfig())
+    ranks(1).run(export_run, full, CheckpointConfig(export_huggingface=True))
     ranks(1).run(train, combine([*argv, *in_folder(adapter), "--checkpoint.init_from", str(full), "--lora.rank", "4"]))
     write_peft(Adapter.open(checkpoint_of(adapter), alone=True), tmp_path / "peft")
     write_huggingface(open_weights(checkpoint_of(adapter), alone=True), tmp_path / "merged", torch.float32)
