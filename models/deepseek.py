@@ -3,6 +3,7 @@ architecture: attention with compressed queries, keys and values, and mixtures o
 of the router's scores. Dimensions: config.json of the published models. The head for multi-token prediction is not part of the
 model."""
 
+import math
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
@@ -14,6 +15,8 @@ from models.components import FeedForward, attention_kernel
 from models.config_json import Config, first
 from models.context import Context
 from models.decoder import Decoder, pre_norm_decoder
+from models.gguf import NAMES as GGUF_NAMES
+from models.gguf import Gguf, HeadRows, Keys
 from models.huggingface import MIXTURE_NAMES, HuggingFace
 from models.moe import CorrectedRouter, MixtureOfExperts
 from models.rope import YarnRope, rotate_halves, rotate_pairs
@@ -164,6 +167,50 @@ def _ignored(config: Config, sizes: DeepSeekSizes) -> tuple[str, ...]:
     return tuple(f"model.layers.{sizes.n_layers + i}" for i in range(count))
 
 
+def _gguf_fixed(sizes: DeepSeekSizes) -> Keys:
+    fixed = {"attention_bias": False, "rope_interleave": True}
+    # llama.cpp takes each model of these sizes for a "lite" one.
+    has_no_rank = sizes.n_layers in (26, 27) or (sizes.n_layers, sizes.vocab_size) == (48, 128256)
+    is_compressed = sizes.q_lora_rank is not None
+    return fixed | ({"q_lora_rank": None} if has_no_rank else {} if is_compressed else {"q_lora_rank": "a number"})
+
+
+def _gguf_keys(sizes: DeepSeekSizes) -> Keys:
+    rank = {} if sizes.q_lora_rank is None else {"attention.q_lora_rank": sizes.q_lora_rank}
+    return {
+        # llama.cpp computes with the compressed keys and values, which all heads share.
+        "attention.head_count_kv": 1,
+        "attention.key_length": sizes.kv_lora_rank + sizes.head_dim,
+        "attention.value_length": sizes.kv_lora_rank,
+        "attention.key_length_mla": sizes.head_widths[0],
+        "attention.value_length_mla": sizes.v_head_dim,
+        "attention.kv_lora_rank": sizes.kv_lora_rank,
+        **rank,
+        "leading_dense_block_count": sizes.all_sparse_layers.index(True),
+        "expert_feed_forward_length": sizes.expert_dim,
+        "expert_shared_count": sizes.n_shared_experts,
+        "expert_group_count": sizes.n_groups,
+        "expert_group_used_count": sizes.groups_per_token,
+        "expert_gating_func": 2,  # sigmoid
+        "expert_weights_scale": sizes.weight_scale,
+        "expert_weights_norm": sizes.normalize_weights,
+        **_gguf_rope(sizes),
+    }
+
+
+def _gguf_rope(sizes: DeepSeekSizes) -> Keys:
+    """llama.cpp multiplies cosine and sine by a factor A, and the scores by (A (1 + 0.1 L ln(factor))) ** 2."""
+    rope = sizes.rope()
+    if not isinstance(rope, YarnRope) or rope.factor <= 1:
+        return {}
+    scale = rope.amplitude_of(rope.mscale_all_dim) if rope.mscale_all_dim else 1.0
+    log_multiplier = (scale / rope.amplitude - 1) / (0.1 * math.log(rope.factor))
+    return {
+        "rope.scaling.attn_factor": rope.amplitude,
+        "rope.scaling.yarn_log_multiplier": 0.1 * log_multiplier,
+    }
+
+
 _NAMES = MIXTURE_NAMES | {
     "attention.wq_a": "self_attn.q_a_proj",
     "attention.q_norm": "self_attn.q_a_layernorm",
@@ -238,5 +285,28 @@ DEEPSEEK_V3 = ModelSpec(
         omitted=("sparse_layers",),
         names=_NAMES,
         ignored=_ignored,
+    ),
+    gguf=Gguf(
+        architecture="deepseek2",
+        names=GGUF_NAMES
+        | {
+            "attention.wq_a": "attn_q_a",
+            "attention.q_norm": "attn_q_a_norm",
+            "attention.wq_b": "attn_q_b",
+            "attention.wkv_a": "attn_kv_a_mqa",
+            "attention.kv_norm": "attn_kv_a_norm",
+            "feed_forward.router.correction": "exp_probs_b.bias",
+            "feed_forward.shared.w1": "ffn_gate_shexp",
+            "feed_forward.shared.w2": "ffn_down_shexp",
+            "feed_forward.shared.w3": "ffn_up_shexp",
+        },
+        head_rows={
+            "attention.wkv_b": (
+                HeadRows(name="attn_k_b", rows=lambda sizes: slice(0, sizes.qk_nope_head_dim), transposed=True),
+                HeadRows(name="attn_v_b", rows=lambda sizes: slice(sizes.qk_nope_head_dim, None)),
+            )
+        },
+        fixed=_gguf_fixed,
+        keys=_gguf_keys,
     ),
 )

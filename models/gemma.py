@@ -25,9 +25,10 @@ from models.config_json import (
     write_windows,
 )
 from models.decoder import Decoder
+from models.gguf import SANDWICH_NAMES, Gguf, Keys
 from models.huggingface import NAMES, HuggingFace
 from models.rope import Rope
-from models.sizes import DEBUG, MixedSizes, require
+from models.sizes import DEBUG, MixedSizes, repeated, require, shortest_period
 from models.spec import LayerKind, ModelSpec
 
 
@@ -120,12 +121,20 @@ def _write_gemma3(sizes: Gemma3Sizes) -> Config:
     return write_windows(sizes) | pattern | write_rope_by_type(sizes, sizes.rope_local_base_freq)
 
 
+def _fixed(sizes: GemmaSizes, layer_types: tuple[str, ...], wide: int) -> Keys:
+    """Return what llama.cpp has built in. wide: number of layers of the model whose scores have another scale."""
+    scalar = sizes.dim // sizes.n_heads if sizes.n_layers == wide else sizes.head_dim
+    types = shortest_period(repeated(layer_types, sizes.n_layers))
+    return {"layer_types": types, "query_pre_attn_scalar": scalar}
+
+
 _NAMES = NAMES | {
     "attention_post_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
     "ffn_post_norm": "post_feedforward_layernorm",
 }
 _huggingface = partial(HuggingFace, names=_NAMES)
+_gguf = partial(Gguf, names=SANDWICH_NAMES, norm_offset=1.0, has_windows=True)
 _FIXED = {"hidden_activation": "gelu_pytorch_tanh", "attention_bias": False}
 # Published files of Gemma 3 rely on these defaults of transformers.
 _DEFAULTS = {
@@ -171,6 +180,22 @@ GEMMA2 = ModelSpec(
         read=_read,
         write=write_windows,
     ),
+    gguf=_gguf(
+        architecture="gemma2",
+        fixed=lambda sizes: (
+            _fixed(sizes, ("sliding", "full"), wide=46)
+            | {
+                "tied_embeddings": True,
+                "attn_logit_softcapping": first(sizes.attn_logit_softcapping, "a number"),
+                "final_logit_softcapping": first(sizes.final_logit_softcapping, "a number"),
+            }
+        ),
+        keys=lambda sizes: {
+            "attention.sliding_window": sizes.window,
+            "attn_logit_softcapping": sizes.attn_logit_softcapping,
+            "final_logit_softcapping": sizes.final_logit_softcapping,
+        },
+    ),
 )
 
 _gemma3 = partial(Gemma3Sizes, layer_types=("sliding",) * 5 + ("full",))
@@ -210,5 +235,13 @@ GEMMA3 = ModelSpec(
         defaults=_DEFAULTS | {"vocab_size": 262208, "rope_theta": 1e6, "max_position_embeddings": 131072},
         read=_read_gemma3,
         write=_write_gemma3,
+    ),
+    gguf=_gguf(
+        architecture="gemma3",
+        fixed=lambda sizes: _fixed(sizes, ("sliding",) * 5 + ("full",), wide=62),
+        keys=lambda sizes: {
+            "attention.sliding_window": sizes.window,
+            "rope.freq_base_swa": sizes.rope_local_base_freq,
+        },
     ),
 )

@@ -11,9 +11,11 @@ from torch import Tensor, nn
 from models.components import Attention
 from models.config_json import Config, first, with_layer_types, write_rope, write_windows
 from models.decoder import Decoder, pre_norm_decoder
+from models.gguf import NAMES as GGUF_NAMES
+from models.gguf import Gguf
 from models.huggingface import NAMES, HuggingFace, StoredStack
 from models.moe import Experts, MixtureOfExperts, Router, Routing
-from models.sizes import DEBUG, DEBUG_EXPERTS, MixedSizes, MixtureSizes
+from models.sizes import DEBUG, DEBUG_EXPERTS, MixedSizes, MixtureSizes, repeated, shortest_period
 from models.spec import LayerKind, ModelSpec, SizeError
 
 
@@ -139,5 +141,28 @@ GPT_OSS = ModelSpec(
             "feed_forward.experts.b2": StoredStack(name="mlp.experts.down_proj_bias"),
         },
         quantizations=("mxfp4",),
+    ),
+    gguf=Gguf(
+        architecture="gpt-oss",
+        names=GGUF_NAMES
+        | {
+            "attention.sinks": "attn_sinks.weight",
+            "ffn_norm": "post_attention_norm",
+            "feed_forward.experts.b1": "ffn_gate_exps.bias",
+            "feed_forward.experts.b2": "ffn_down_exps.bias",
+            "feed_forward.experts.b3": "ffn_up_exps.bias",
+        },
+        has_windows=True,
+        writes_tied=True,
+        fixed=lambda sizes: {
+            "layer_types": shortest_period(repeated(("sliding", "full"), sizes.n_layers)),
+            "attention_bias": True,
+            "swiglu_limit": 7.0,
+            "swiglu_alpha": 1.702,
+        },
+        keys=lambda sizes: {
+            "attention.sliding_window": sizes.window,
+            "expert_feed_forward_length": sizes.expert_dim,
+        },
     ),
 )

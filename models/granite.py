@@ -10,6 +10,7 @@ from models.blocks import PreNormBlock
 from models.components import Attention, FeedForward, Norm, Output, ScaledEmbedding
 from models.context import Context
 from models.decoder import Decoder
+from models.gguf import Gguf
 from models.huggingface import HuggingFace
 from models.sizes import DEBUG_DERIVED, DecoderSizes
 from models.spec import Head, LayerKind, ModelSpec
@@ -88,5 +89,15 @@ GRANITE3 = ModelSpec(
         architecture="GraniteForCausalLM",
         sizes_type=GraniteSizes,
         fixed={"hidden_act": "silu", "mlp_bias": False},
+    ),
+    gguf=Gguf(
+        architecture="granite",
+        rotates_pairs=True,
+        keys=lambda sizes: {
+            "attention.scale": sizes.attention_multiplier,
+            "embedding_scale": sizes.embedding_multiplier,
+            "residual_scale": sizes.residual_multiplier,
+            "logit_scale": sizes.logits_scaling,
+        },
     ),
 )

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from models.components import Attention
 from models.decoder import Decoder, pre_norm_decoder
+from models.gguf import Gguf
 from models.huggingface import HuggingFace
 from models.rope import rotate_pairs
 from models.sizes import Sizes
@@ -53,6 +54,7 @@ _HUGGINGFACE = HuggingFace(
     fixed={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
     is_paired=True,
 )
+_GGUF = Gguf(architecture="llama", rotates_pairs=True, rope_types=("default", "llama3"))
 _llama2 = partial(LlamaSizes, vocab_size=32000, rope_theta=10_000.0)
 LLAMA2 = ModelSpec(
     model=llama,
@@ -62,6 +64,7 @@ LLAMA2 = ModelSpec(
         "70b": _llama2(dim=8192, n_layers=80, n_heads=64, n_kv_heads=8, hidden_dim=28672),
     },
     huggingface=_HUGGINGFACE,
+    gguf=_GGUF,
 )
 
 _llama3 = partial(LlamaSizes, vocab_size=128256)
@@ -74,6 +77,7 @@ LLAMA3 = ModelSpec(
         "70b": _llama3(dim=8192, n_layers=80, n_heads=64, n_kv_heads=8, hidden_dim=28672),
     },
     huggingface=_HUGGINGFACE,
+    gguf=_GGUF,
 )
 LLAMA3_1 = ModelSpec(
     model=llama,
@@ -83,6 +87,7 @@ LLAMA3_1 = ModelSpec(
         "405b": _llama3(dim=16384, n_layers=126, n_heads=128, n_kv_heads=8, hidden_dim=53248, rope_factor=8.0),
     },
     huggingface=_HUGGINGFACE,
+    gguf=_GGUF,
 )
 
 _llama3_2 = partial(LlamaSizes, vocab_size=128256, rope_factor=32.0, tied_embeddings=True)
@@ -93,4 +98,5 @@ LLAMA3_2 = ModelSpec(
         "3b": _llama3_2(dim=3072, n_layers=28, n_heads=24, n_kv_heads=8, hidden_dim=8192),
     },
     huggingface=_HUGGINGFACE,
+    gguf=_GGUF,
 )

@@ -12,8 +12,9 @@ from torch import Tensor
 from models.components import Attention
 from models.config_json import Config, first, rope_object, write_rope
 from models.decoder import Decoder, pre_norm_decoder
+from models.gguf import Gguf, Keys
 from models.huggingface import HuggingFace
-from models.rope import Rope
+from models.rope import Rope, YarnRope
 from models.sizes import DEBUG, DecoderSizes, WindowedSizes
 from models.spec import LayerKind, ModelSpec
 
@@ -38,6 +39,7 @@ MISTRAL = ModelSpec(
         sizes_type=WindowedSizes,
         defaults={"num_key_value_heads": 8, "sliding_window": 4096, "max_position_embeddings": 131072},
     ),
+    gguf=Gguf(architecture="llama", rotates_pairs=True, rope_types=("default", "linear", "yarn", "llama3")),
 )
 
 
@@ -94,6 +96,22 @@ def _write(sizes: Ministral3Sizes) -> Config:
     return {"rope_parameters": {"rope_theta": sizes.rope_theta, **rope, **more}, "rope_scaling": None}
 
 
+def _gguf_keys(sizes: Ministral3Sizes) -> Keys:
+    rope = sizes.rope()
+    keys = {
+        "attention.temperature_scale": sizes.llama_4_scaling_beta,
+        "rope.scaling.original_context_length": sizes.rope_original_seq_len,
+    }
+    if not isinstance(rope, YarnRope):
+        return keys
+    keys |= {"rope.scaling.yarn_beta_fast": rope.beta_fast, "rope.scaling.yarn_beta_slow": rope.beta_slow}
+    if not rope.mscale_all_dim:
+        return keys
+    # llama.cpp divides cosine and sine by amplitude_of(mscale_all_dim), and supposes that mscale is 1.
+    factor = rope.amplitude * rope.amplitude_of(rope.mscale_all_dim) / rope.amplitude_of(1.0)
+    return keys | {"rope.scaling.yarn_log_multiplier": rope.mscale_all_dim, "rope.scaling.attn_factor": factor}
+
+
 _YARN = dict(rope_type="yarn", rope_factor=16.0, rope_original_seq_len=16384, rope_mscale=1.0, rope_mscale_all_dim=1.0)
 _ministral3 = partial(Ministral3Sizes, head_dim=128, vocab_size=131072, **_YARN)
 MINISTRAL3 = ModelSpec(
@@ -116,5 +134,11 @@ MINISTRAL3 = ModelSpec(
         | {"max_position_embeddings": 262144},
         read=_read,
         write=_write,
+    ),
+    gguf=Gguf(
+        architecture="mistral3",
+        rotates_pairs=True,
+        rope_settings=("rope_beta_fast", "rope_beta_slow"),
+        keys=_gguf_keys,
     ),
 )

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from models.decoder import Decoder, pre_norm_decoder
+from models.gguf import Gguf
 from models.huggingface import NAMES, HuggingFace
 from models.moe import MixtureOfExperts
 from models.sizes import DEBUG, DEBUG_EXPERTS, MixtureSizes, WindowedSizes
@@ -48,5 +49,11 @@ MIXTRAL = ModelSpec(
             "feed_forward.experts.w3": "block_sparse_moe.experts.{}.w3",
         },
         module_names={".block_sparse_moe.gate.": ".mlp.gate."},
+    ),
+    gguf=Gguf(
+        architecture="llama",
+        rotates_pairs=True,
+        rope_types=("default", "linear", "yarn", "llama3"),
+        fixed=lambda sizes: {"normalize_weights": True},
     ),
 )

@@ -21,6 +21,8 @@ from models.config_json import (
     write_windows,
 )
 from models.decoder import Decoder, pre_norm_decoder
+from models.gguf import NAMES as GGUF_NAMES
+from models.gguf import Gguf, Keys
 from models.huggingface import MIXTURE_NAMES, NAMES, HuggingFace
 from models.moe import MixtureOfExperts
 from models.rope import Rope
@@ -80,6 +82,18 @@ _huggingface = partial(
     HuggingFace, names=NAMES | {"attention_norm": "post_attention_layernorm", "ffn_norm": "post_feedforward_layernorm"}
 )
 
+_OLMO2_GGUF = Gguf(
+    architecture="olmo2",
+    names=GGUF_NAMES
+    | {
+        "attention_norm": "post_attention_norm",
+        "ffn_norm": "post_ffw_norm",
+    },
+    has_windows=True,
+    writes_tied=True,
+    fixed=lambda sizes: {"head_dim": sizes.dim // sizes.n_heads, "attention_bias": False},
+)
+
 _olmo2 = partial(Olmo2Sizes, head_dim=128, vocab_size=100352)
 OLMO2 = ModelSpec(
     model=olmo,
@@ -93,6 +107,7 @@ OLMO2 = ModelSpec(
     huggingface=_huggingface(
         model_type="olmo2", architecture="Olmo2ForCausalLM", sizes_type=Olmo2Sizes, defaults={"rms_norm_eps": 1e-5}
     ),
+    gguf=_OLMO2_GGUF,
 )
 
 
@@ -109,6 +124,13 @@ def _read(config: Config) -> Config:
         message = f"{given} {text_of(windowed)}, and this model supports only one rope_theta for all layers"
         raise ValueError(f"rope_theta {text_of(full)}: {message}")
     return with_layer_types(config, lambda i: (i + 1) % 4 != 0)
+
+
+def _window_keys(sizes: Olmo3Sizes) -> Keys:
+    if sizes.window is None:
+        return {}
+    pattern = [name == "sliding" for name in sizes.all_layer_types]
+    return {"attention.sliding_window": sizes.window, "attention.sliding_window_pattern": pattern}
 
 
 _YARN = dict(rope_type="yarn", rope_factor=8.0, rope_original_seq_len=8192, rope_attention_factor=1.2079441541679836)
@@ -130,6 +152,7 @@ OLMO3 = ModelSpec(
         read=_read,
         write=lambda sizes: write_windows(sizes) | write_rope_by_type(sizes, sizes.rope_theta),
     ),
+    gguf=replace(_OLMO2_GGUF, keys=_window_keys),
 )
 OLMOE = ModelSpec(
     model=olmoe,
@@ -149,5 +172,10 @@ OLMOE = ModelSpec(
         | {"max_position_embeddings": 4096},
         aliases={"num_local_experts": "num_experts"},
         names=MIXTURE_NAMES,
+    ),
+    gguf=Gguf(
+        architecture="olmoe",
+        writes_tied=True,
+        fixed=lambda sizes: {"n_kv_heads": sizes.n_heads, "normalize_weights": False, "attention_bias": False},
     ),
 )

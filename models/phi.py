@@ -7,6 +7,8 @@ from typing import ClassVar
 
 from models.config_json import Config, first, rope_object, rotary_factor
 from models.decoder import pre_norm_decoder
+from models.gguf import NAMES as GGUF_NAMES
+from models.gguf import Gguf
 from models.huggingface import NAMES, HuggingFace
 from models.sizes import DEBUG_DERIVED, WindowedSizes
 from models.spec import ModelSpec
@@ -68,5 +70,17 @@ PHI = ModelSpec(
         names=NAMES
         | dict.fromkeys(("attention.wq", "attention.wk", "attention.wv"), "self_attn.qkv_proj")
         | dict.fromkeys(("feed_forward.w1", "feed_forward.w3"), "mlp.gate_up_proj"),
+    ),
+    gguf=Gguf(
+        architecture="phi3",
+        names=GGUF_NAMES
+        | dict.fromkeys(("attention.wq", "attention.wk", "attention.wv"), "attn_qkv")
+        | dict.fromkeys(("feed_forward.w1", "feed_forward.w3"), "ffn_up"),
+        rope_types=("default", "longrope"),
+        fixed=lambda sizes: {"head_dim": sizes.dim // sizes.n_heads},
+        keys=lambda sizes: {
+            "rope.scaling.original_context_length": sizes.rope_original_seq_len,
+            "attention.sliding_window": first(sizes.window, 0),
+        },
     ),
 )

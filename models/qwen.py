@@ -10,6 +10,7 @@ from torch import nn
 from models.components import Attention, FeedForward
 from models.config_json import Config, first, with_layer_types, write_layer_types
 from models.decoder import Decoder, pre_norm_decoder
+from models.gguf import Gguf
 from models.huggingface import MIXTURE_NAMES, HuggingFace
 from models.moe import MixtureOfExperts
 from models.sizes import (
@@ -103,6 +104,7 @@ QWEN2_5 = ModelSpec(
         defaults=_DEFAULTS,
         forced_class="Qwen2Tokenizer",
     ),
+    gguf=Gguf(architecture="qwen2", fixed=lambda sizes: {"head_dim": sizes.dim // sizes.n_heads}),
 )
 
 _qwen3 = partial(Qwen3Sizes, n_kv_heads=8, head_dim=128, vocab_size=151936)
@@ -123,6 +125,7 @@ QWEN3 = ModelSpec(
         sizes_type=Qwen3Sizes,
         defaults=_DEFAULTS | {"head_dim": 128},
     ),
+    gguf=Gguf(architecture="qwen3", fixed=lambda sizes: {"attention_bias": False}),
 )
 
 
@@ -187,5 +190,10 @@ QWEN3_MOE = ModelSpec(
         aliases={"num_local_experts": "num_experts"},  # the key that transformers 5.24 writes
         omitted=("sparse_layers",),
         names=MIXTURE_NAMES,
+    ),
+    gguf=Gguf(
+        architecture="qwen3moe",
+        fixed=lambda sizes: {"normalize_weights": True, "sparse_layers": (True,), "attention_bias": False},
+        keys=lambda sizes: {"expert_feed_forward_length": sizes.expert_dim},
     ),
 )

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from models.components import Attention
 from models.config_json import Config, first, with_layer_types, write_layer_types
 from models.decoder import Decoder, pre_norm_decoder
+from models.gguf import Gguf
 from models.huggingface import HuggingFace
 from models.sizes import DEBUG_DERIVED, MixedSizes, repeated, require, shortest_period, text_of
 from models.spec import LayerKind, ModelSpec, SizeError
@@ -80,5 +81,13 @@ SMOLLM3 = ModelSpec(
         | {"max_position_embeddings": 32768},
         read=_read,
         write=_write,
+    ),
+    gguf=Gguf(
+        architecture="smollm3",
+        rotates_pairs=True,
+        fixed=lambda sizes: {
+            "no_rope_layers": shortest_period(repeated((True, True, True, False), sizes.n_layers)),
+            "attention_bias": False,
+        },
     ),
 )

@@ -175,6 +175,8 @@ class ModelSpec:
     by_size: Mapping[str, Any]
     huggingface: Any
     """The mapping between the model and Hugging Face's format of it, a models.huggingface.HuggingFace."""
+    gguf: Any
+    """What differs in llama.cpp's files of the family, a models.gguf.Gguf."""
 
 
 @lru_cache(maxsize=1)  # the search resolves many layouts of one model, whose construction may take a second

@@ -165,6 +165,7 @@ def settings_of_test(config: Config, min_lr: float, max_lr: float, steps: int) -
         keep_interval_steps=0,
         load_step=0,
         export_huggingface=False,
+        export_gguf="none",
         export_averaged=False,
         export_checkpoint="auto",
     )

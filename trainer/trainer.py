@@ -112,8 +112,7 @@ class Trainer:
                 self._log_request_to_stop()
                 return
             console.info(f"stopped early: {reason}")
-        if self.config.checkpoint.export_huggingface:
-            export_run(folder, self.config.checkpoint)
+        export_run(folder, self.config.checkpoint)
         best_step = self.checkpoints.best.step
         best = f"; the best checkpoint is {folder}{BEST}, of step {best_step}" if best_step not in (0, step) else ""
         line = f"done: step {step}, {duration(seconds)}, {folder}{best}"

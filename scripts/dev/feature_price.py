@@ -78,8 +78,12 @@ CAPABILITIES = {
         scripts/dev/{family_matrix,check_configs}.py tests/models/{families,random_configs,test_families,test_gpt_oss}.py""",
     "Hugging Face's format": """
         models/{huggingface*,config_json}.py trainer/checkpoint/formats/{huggingface*,export,tokenizer_files}.py
-        scripts/convert_hf.py scripts/dev/check_exports.py trainer/tools/testing/transformers_reader.py
+        scripts/convert_hf.py scripts/dev/{check_exports,export_cases}.py trainer/tools/testing/transformers_reader.py
         tests/checkpoint/formats/test_{huggingface,families,tokenizer_files}.py""",
+    "Files for llama.cpp": """
+        models/gguf.py trainer/checkpoint/formats/{gguf_writer,gguf_tokenizer}.py
+        trainer/tools/testing/{gguf_files,llama_cpp_reader}.py
+        tests/checkpoint/formats/{gguf_models,test_gguf,test_gguf_tokenizer}.py tests/end_to_end/test_gguf.py""",
     "Weights in FP8 and MXFP4": """
         trainer/checkpoint/formats/{fp8_blocks,mxfp4,quantization_config}.py
         tests/checkpoint/formats/test_{fp8_blocks,mxfp4}.py""",

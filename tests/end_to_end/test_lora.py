@@ -100,7 +100,7 @@ def bases(ranks, tiny, tmp_path_factory):
         if key not in made:
             argv = [*tiny, *FAMILIES[family], "--model.overrides.n_layers", str(n_layers)]
             ranks(1).run(train, [*argv, *in_folder(run), "--training.steps", "2"])
-            ranks(1).run(export_run, run, CheckpointConfig())
+            ranks(1).run(export_run, run, CheckpointConfig(export_huggingface=True))
             made[key] = [*argv, "--checkpoint.init_from", str(run)]
         return made[key]
 

@@ -65,7 +65,7 @@ def base(ranks, tiny, tmp_path_factory):
     folder = tmp_path_factory.mktemp("base")
     argv = [*tiny, "--model.overrides.n_layers", "4"]
     ranks(1).run(train, [*argv, *in_folder(folder / "run"), "--training.steps", "4", "--optimizer.lr", "1e-2"])
-    ranks(1).run(export_run, folder / "run", CheckpointConfig())
+    ranks(1).run(export_run, folder / "run", CheckpointConfig(export_huggingface=True))
     write_pairs(folder / "pairs.jsonl", 80)
     argv += ["--checkpoint.init_from", str(folder / "run"), "--training.seq_len", "64", "--training.steps", "3"]
     argv += ["--data.dataset", "preference", "--data.path", str(folder / "pairs.jsonl"), "--data.packing", "best-fit"]

@@ -107,7 +107,7 @@ def errors_of(argv, run):
     messages = []
     init = ["--checkpoint.init_from", str(run / "checkpoints" / "step-00000001")]
     for use in (
-        lambda: export_run(run, CheckpointConfig()),
+        lambda: export_run(run, CheckpointConfig(export_huggingface=True)),
         lambda: train([*argv, *run_settings(run), "--training.steps", "2"]),
         lambda: train([*argv, *run_settings(run.with_name("fresh")), *init]),
     ):
@@ -153,7 +153,7 @@ def test_a_file_outside_the_checkpoint_is_not_exported(ranks, trained, tmp_path)
         update_manifest(path)
         (path / ".x").symlink_to(tmp_path / "secret")
         with pytest.raises(RankError, match=problem):
-            ranks(1).run(export_run, run, CheckpointConfig())
+            ranks(1).run(export_run, run, CheckpointConfig(export_huggingface=True))
 
 
 @pytest.fixture(scope="module")

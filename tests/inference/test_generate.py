@@ -48,7 +48,7 @@ def chat_run(ranks, tiny, tmp_path_factory):
     config.write_text("\n".join(line for line in lines if not line.startswith(("dataset =", "path =", "seq_len ="))))
     argv = ["--config", str(config), *CHAT_DATA, "--run.output_folder", str(folder), "--run.name", "run"]
     ranks(1).run(train, [*argv, "--training.steps", "20", "--optimizer.lr", "1e-2"])
-    ranks(1).run(export_run, folder / "run", CheckpointConfig())
+    ranks(1).run(export_run, folder / "run", CheckpointConfig(export_huggingface=True))
     return folder / "run"
 
 
@@ -57,7 +57,7 @@ def tied_run(ranks, tiny, tmp_path_factory):
     folder = tmp_path_factory.mktemp("tied") / "run"
     settings = ["--model.overrides.tied_embeddings", "true", "--training.steps", "10", "--optimizer.lr", "1e-2"]
     ranks(1).run(train, [*tiny, "--run.output_folder", str(folder.parent), "--run.name", "run", *settings])
-    ranks(1).run(export_run, folder, CheckpointConfig())
+    ranks(1).run(export_run, folder, CheckpointConfig(export_huggingface=True))
     return folder
 
 
@@ -317,7 +317,7 @@ def test_a_run_with_a_tekken_json_trains_resumes_generates_and_is_exported(ranks
     ranks(1).run(train, argv)
     ranks(1).run(train, [*argv, "--training.steps", "6"])
     assert (checkpoint_of(run) / "tekken.json").read_bytes() == path.read_bytes()
-    ranks(1).run(export_run, run, CheckpointConfig())
+    ranks(1).run(export_run, run, CheckpointConfig(export_huggingface=True))
     tokenizer = load_tokenizer(TokenizerConfig(backend="tekken", path=str(path)))
     path.unlink()  # the checkpoint has a copy
     for folder in (run, run / "huggingface"):

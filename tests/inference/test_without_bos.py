@@ -50,7 +50,7 @@ def run(ranks, tiny, qwen_tokenizer, tmp_path_factory) -> Path:
     argv += ["--tokenizer.backend", "huggingface", "--tokenizer.path", str(qwen_tokenizer)]
     size = folders.Tokenizer.from_file(str(qwen_tokenizer / "tokenizer.json")).get_vocab_size()
     ranks(1).run(train, [*argv, "--model.overrides.vocab_size", str(size)])
-    ranks(1).run(export_run, folder / "run", CheckpointConfig())
+    ranks(1).run(export_run, folder / "run", CheckpointConfig(export_huggingface=True))
     return folder / "run"
 
 

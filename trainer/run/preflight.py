@@ -6,10 +6,13 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from trainer.base.config import Config, compatibility
+from trainer.base.config import Config, compatibility, errors_about
 from trainer.base.config.value_rules import check_values
 from trainer.base.system import console
+from trainer.checkpoint.formats.gguf_writer import llama_cpp_vocabulary
 from trainer.checkpoint.formats.initial_weights import open_initial_weights
+from trainer.checkpoint.formats.model_metadata import CHAT_TEMPLATE
+from trainer.checkpoint.formats.tokenizer_files import exported_tokenizer
 from trainer.checkpoint.formats.weights import Weights
 from trainer.checkpoint.resume import ResumePoint, require_compatible
 from trainer.data.build import Datasets
@@ -84,6 +87,7 @@ def check_run(
     tasks = load_tasks(config.evaluation, config.data, text.tokenizer, config.training.seq_len)
     if point is not None:
         require_same_tokenizer(point, config.tokenizer, text.tokenizer)
+    _check_gguf(config, resolved, text)
     check_memory(config, resolved, model_parts, device)
     weights = _open_weights(config, resolved, point)
     saved = None if point is None else point.state
@@ -111,6 +115,21 @@ def check_run(
         datasets=datasets,
         eval_sets=eval_sets,
     )
+
+
+def _check_gguf(config: Config, resolved: ResolvedRun, text: TextFormat) -> None:
+    """Warn about what llama.cpp will do differently. Raises ConfigError if it cannot compute the model, or encode text."""
+    if config.checkpoint.export_gguf == "none":
+        return
+
+    def check() -> tuple[str, ...]:
+        template = {CHAT_TEMPLATE: text.chat_template.encode()} if text.chat_template else {}
+        files = exported_tokenizer(text.tokenizer.huggingface_files() | template, resolved.spec.huggingface)
+        with errors_about("checkpoint.export_gguf"):
+            return llama_cpp_vocabulary(resolved.spec, resolved.sizes, text.tokenizer, files, {}).remarks
+
+    for remark in run_on_rank_0(check):
+        console.warning(f"checkpoint.export_gguf: {remark}")
 
 
 def _open_weights(config: Config, resolved: ResolvedRun, point: ResumePoint | None) -> Weights | None:

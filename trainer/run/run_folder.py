@@ -165,8 +165,7 @@ def already_finished(config: Config, state: TrainState, stopped_early: str = "")
     if not (end := how_it_ended(config, state, stopped_early)):
         return False
     console.info(f"{config.run.name} {end}")
-    if config.checkpoint.export_huggingface:
-        export_run(config.run.folder, config.checkpoint, skip_existing=True)
+    export_run(config.run.folder, config.checkpoint, skip_existing=True)
     return True
 
 

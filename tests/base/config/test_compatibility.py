@@ -199,17 +199,21 @@ CASES = {
         "--checkpoint.enabled false --checkpoint.export_huggingface true",
         "--checkpoint.export_huggingface true: has an effect only with [checkpoint] enabled",
     ),
-    "[checkpoint] export_averaged has an effect only with [checkpoint] export_huggingface": Case(
+    "[checkpoint] export_gguf has an effect only with [checkpoint] enabled": Case(
+        "--checkpoint.enabled false --checkpoint.export_gguf f16",
+        "--checkpoint.export_gguf f16: has an effect only with [checkpoint] enabled",
+    ),
+    "[checkpoint] export_averaged has an effect only with [checkpoint] export_huggingface or [checkpoint] export_gguf": Case(
         "--checkpoint.export_averaged true",
-        "--checkpoint.export_averaged true: has an effect only with [checkpoint] export_huggingface",
+        "--checkpoint.export_averaged true: has an effect only with [checkpoint] export_huggingface or [checkpoint] export_gguf",
     ),
     "[checkpoint] export_averaged has an effect only with [optimizer] ema_decay": Case(
         "--checkpoint.export_huggingface true --checkpoint.export_averaged true",
         "--checkpoint.export_averaged true: has an effect only with [optimizer] ema_decay",
     ),
-    "[checkpoint] export_checkpoint has an effect only with [checkpoint] export_huggingface": Case(
+    "[checkpoint] export_checkpoint has an effect only with [checkpoint] export_huggingface or [checkpoint] export_gguf": Case(
         "--checkpoint.export_checkpoint best",
-        "--checkpoint.export_checkpoint best: has an effect only with [checkpoint] export_huggingface",
+        "--checkpoint.export_checkpoint best: has an effect only with [checkpoint] export_huggingface or [checkpoint] export_gguf",
     ),
     "[evaluation] averaged has an effect only with [optimizer] ema_decay": Case(
         "--evaluation.averaged true", "--evaluation.averaged true: has an effect only with [optimizer] ema_decay"

@@ -269,11 +269,11 @@ def test_a_run_exports_its_model_at_the_end(ranks, tiny, tmp_path):
     ranks(1).run(train, [*argv, "--training.steps", "6"])
     exported = tmp_path / "run" / "huggingface" / "model.safetensors"
     before = exported.read_bytes()
-    ranks(1).run(export_run, tmp_path / "run", CheckpointConfig(), True)
+    ranks(1).run(export_run, tmp_path / "run", CheckpointConfig(export_huggingface=True), True)
     after = exported.read_bytes()
     assert before != after
     inode = exported.stat().st_ino
-    ranks(1).run(export_run, tmp_path / "run", CheckpointConfig(), True)
+    ranks(1).run(export_run, tmp_path / "run", CheckpointConfig(export_huggingface=True), True)
     assert exported.stat().st_ino == inode
 
 

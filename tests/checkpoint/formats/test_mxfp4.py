@@ -3,6 +3,7 @@
 import json
 import math
 
+import gguf
 import pytest
 import torch
 import transformers
@@ -11,8 +12,11 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from models.context import Context
 from models.huggingface_tensors import by_expert
+from tests.checkpoint.formats.gguf_models import read, values_of
 from trainer.base.config import ConfigError
 from trainer.checkpoint.formats.folders import open_weights
+from trainer.checkpoint.formats.gguf_tokenizer import Vocabulary
+from trainer.checkpoint.formats.gguf_writer import GgufExport
 from trainer.checkpoint.formats.huggingface import HuggingFaceWeights
 from trainer.checkpoint.formats.huggingface_writer import write_huggingface
 from trainer.checkpoint.formats.mxfp4 import decode
@@ -84,6 +88,21 @@ def test_a_folder_is_read_and_written_in_bf16(packed, tmp_path):
     written = load_file(tmp_path / "out" / "model.safetensors")
     assert written.keys() == decoded.keys() and all(torch.equal(written[name], decoded[name]) for name in decoded)
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+
+
+@pytest.mark.parametrize("type", ["f32", "q4_0"])
+def test_a_file_for_llama_cpp_keeps_the_format(type, packed, tmp_path):
+    source, decoded = packed
+    weights = HuggingFaceWeights.open(source, alone=True)
+    GgufExport(weights=weights, type=type, vocabulary=Vocabulary(keys={}, remarks=())).write(tmp_path / "x.gguf")
+    keys, tensors = read(tmp_path / "x.gguf")
+    assert keys["general.file_type"] == gguf.LlamaFileType.MOSTLY_MXFP4_MOE
+    gate_up, down = (decoded[f"model.layers.1.mlp.experts.{name}"] for name in ("gate_up_proj", "down_proj"))
+    for name, expected in {"gate": gate_up[..., ::2], "up": gate_up[..., 1::2], "down": down}.items():
+        tensor = tensors[f"blk.1.ffn_{name}_exps.weight"]
+        assert tensor.tensor_type.name == "MXFP4"
+        assert torch.equal(torch.from_numpy(values_of(tensor)), expected.mT.float())
+    assert tensors["blk.1.attn_q.weight"].tensor_type.name == type.upper()
 
 
 @pytest.mark.parametrize("is_packed", [True, False])

@@ -314,7 +314,8 @@ def _facts_of_settings(config: Config) -> dict[Fact, Known]:
     steps_given = "training.steps" in config.origins or training.steps != settings()["training.steps"].default
     is_typed = data.dataset != "python_stdlib" or bool(data.datasets)
     finds_best = config.evaluation.keep_best_on != "" and config.evaluation.evaluates
-    exported = config.checkpoint.export_checkpoint if config.checkpoint.export_huggingface else "none"
+    exports = config.checkpoint.export_huggingface or config.checkpoint.export_gguf != "none"
+    exported = config.checkpoint.export_checkpoint if exports else "none"
     return {
         EXPORTS_BEST: Known(exported == "best" or (exported == "auto" and finds_best)),
         STEPS_GIVEN: Known(steps_given, f"steps = {training.steps} is set too"),

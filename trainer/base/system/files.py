@@ -88,13 +88,12 @@ def is_temporary(path: Path) -> bool:
 
 
 @contextmanager
-def atomic_file(path: Path, durable: bool = True) -> Iterator[TextIO]:
-    """Context manager that opens a new file. The file replaces `path` when the block ends, or is removed if an error occurs.
+def atomic_path(path: Path, durable: bool = True) -> Iterator[Path]:
+    """Context manager with a path for a new file. The file replaces `path` when the block ends, or is removed if an error occurs.
     durable: whether to sync the file and its folder."""
     temporary = temporary_path(path)
     try:
-        with temporary.open("w") as file:
-            yield file
+        yield temporary
         if durable:
             sync(temporary)
         temporary.replace(path)
@@ -103,6 +102,13 @@ def atomic_file(path: Path, durable: bool = True) -> Iterator[TextIO]:
         raise
     if durable:
         sync(path.parent)
+
+
+@contextmanager
+def atomic_file(path: Path, durable: bool = True) -> Iterator[TextIO]:
+    """Context manager that opens a new file, see atomic_path."""
+    with atomic_path(path, durable) as temporary, temporary.open("w") as file:
+        yield file
 
 
 def atomic_write(path: Path, text: str, durable: bool = True) -> None:

@@ -229,6 +229,10 @@ class HuggingFaceWeights(Weights):
     def read(self, name: str, region: Region, out: Tensor) -> None:
         read_regions(self.folder, {name: self.index[name]}, {name: (out, region)}, self._read_chunk)
 
+    def is_mxfp4(self, name: str) -> bool:
+        hf = self.spec.huggingface
+        return stack_of(hf, name) is not None and self.keys[stored_name(hf, name)] in self.packed
+
     def digest(self) -> str:
         """Return a hash of the content of the weight files. Each rank reads some of them. Raises OSError."""
         files = self._weight_files()

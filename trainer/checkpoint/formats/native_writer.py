@@ -24,12 +24,17 @@ from trainer.checkpoint.manifest import Manifest
 from trainer.checkpoint.tensor_files import INDEX, Chunk, TensorMetadata, TensorWrite, index_text, write_safetensors
 
 
+def require_outside_checkpoint(path: Path) -> None:
+    """Raise ConfigError if the path is inside a checkpoint."""
+    for outer in Path(os.path.realpath(path)).parents:
+        if (outer / MANIFEST).exists() and (outer / INDEX).exists():
+            message = f"{path} is inside the checkpoint {outer}, which new files would damage; choose another path"
+            raise ConfigError("", message)
+
+
 def require_new_folder(folder: Path) -> None:
     """Raise ConfigError if the folder exists and is not empty, or if it is inside a checkpoint."""
-    for outer in Path(os.path.realpath(folder)).parents:
-        if (outer / MANIFEST).exists() and (outer / INDEX).exists():
-            message = f"{folder} is inside the checkpoint {outer}, which new files would damage; choose another path"
-            raise ConfigError("", message)
+    require_outside_checkpoint(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError("", f"{folder} exists and is not an empty folder; choose another path")
 

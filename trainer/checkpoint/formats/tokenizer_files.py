@@ -58,9 +58,18 @@ def exported_files(weights: Weights) -> dict[str, bytes]:
     with manifest.damage_as_config_error(folder):
         if unlisted := set(model.tokenizer_files) - set(manifest.read(folder).files):
             raise CorruptError(f"{MODEL_FILE} names {min(unlisted)}, which is not in the manifest")
-    files = {name: (folder / name).read_bytes() for name in model.tokenizer_files}
     if model.tokenizer:
-        files = load_model_tokenizer(weights).huggingface_files()
+        return files_of_tokenizer(weights, load_model_tokenizer(weights))
+    return _with_others(weights, {name: (folder / name).read_bytes() for name in model.tokenizer_files})
+
+
+def files_of_tokenizer(weights: Weights, tokenizer: Tokenizer) -> dict[str, bytes]:
+    """Return exported_files with those of a loaded tokenizer, which list all tokens. Raises ConfigError."""
+    return _with_others(weights, tokenizer.huggingface_files())
+
+
+def _with_others(weights: Weights, files: Mapping[str, bytes]) -> dict[str, bytes]:
+    folder = weights.folder
     others = {n: (folder / n).read_bytes() for n in (CHAT_TEMPLATE, GENERATION_CONFIG) if (folder / n).exists()}
     return exported_tokenizer({**files, **others}, weights.spec.huggingface)
 

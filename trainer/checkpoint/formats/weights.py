@@ -63,6 +63,10 @@ class Weights(ABC):
             CorruptError: The files are damaged.
         """
 
+    def is_mxfp4(self, name: str) -> bool:
+        """Return whether all values of a parameter are those of the format MXFP4, in which its files store them."""
+        return False
+
     def digest(self) -> str:
         """Return a hash of the content of the weights, collectively unless `alone`. Raises OSError."""
         return digest_of(self.folder / MANIFEST)  # it contains the hashes of all files

@@ -22,12 +22,20 @@ def read_tokens(folder: str, strings: list[str], **options: Any) -> dict[str, An
     return {"class": type(tokenizer).__name__, "tokens": plain, "default": default.input_ids, "keys": sorted(default)}
 
 
-def read_logits(folder: str, tokens: list[list[int]]) -> list:
-    """Return the logits of a folder's model in fp32."""
+def read_model(folder: str, request: dict[str, Any]) -> dict[str, Any]:
+    """Return logits in fp32, greedy tokens and the tokens of a chat."""
     options = {"attn_implementation": "eager", "torch_dtype": torch.float32}
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, **options)
+    prompt = request["prompts"][folder]
+    tokens = list(prompt)
     with torch.no_grad():
-        return model(torch.tensor(tokens)).logits.tolist()
+        logits = model(torch.tensor(request["tokens"])).logits
+        for _ in range(request["new_tokens"]):
+            tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    text = tokenizer.apply_chat_template(request["messages"], tokenize=False, add_generation_prompt=True)
+    chat = tokenizer(text, add_special_tokens=False).input_ids
+    return {"logits": logits.tolist(), "greedy": tokens[len(prompt) :], "chat": chat}
 
 
 def read(request: dict[str, Any]) -> dict[str, Any]:
@@ -39,7 +47,7 @@ def read(request: dict[str, Any]) -> dict[str, Any]:
     for folder in request["models"]:
         model_type = json.loads((Path(folder) / "config.json").read_text())["model_type"]
         if model_type in transformers.CONFIG_MAPPING:
-            results["models"][folder] = read_logits(folder, request["tokens"])
+            results["models"][folder] = read_model(folder, request)
     return results
 
 

@@ -3,11 +3,16 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from trainer.base.config.schema.condition import When
+from trainer.base.config.schema.condition import Either, When
 from trainer.base.config.schema.constraint import Constraint, StepsOrZero
 
 SAVING = Constraint(used_with=When("checkpoint.enabled"))
 INITIALIZED = Constraint(only_with=(When("checkpoint.init_from"),))
+EXPORTED = Either((When("checkpoint.export_huggingface"), When("checkpoint.export_gguf")))
+
+
+GgufType = Literal["f32", "f16", "bf16", "q8_0", "q4_0"]
+"""Types of the matrices in a file for llama.cpp."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,18 +48,13 @@ class CheckpointConfig:
     export_huggingface: Annotated[bool, Constraint(only_with=(When("checkpoint.enabled"),))] = False
     """Whether to also write the model to the run folder in Hugging Face format after the last step; with [lora] rank, only the
     adapter, in the format of the package peft."""
-    export_averaged: Annotated[
-        bool,
-        Constraint(
-            only_with=(
-                When("checkpoint.export_huggingface"),
-                When("optimizer.ema_decay"),
-            )
-        ),
-    ] = False
-    """Whether export_huggingface writes the averaged weights."""
-    export_checkpoint: Annotated[
-        Literal["auto", "last", "best"], Constraint(only_with=(When("checkpoint.export_huggingface"),))
-    ] = "auto"
-    """Checkpoint that export_huggingface writes. "auto": the best one by [evaluation] keep_best_on, if there is one, otherwise
+    export_gguf: Annotated[
+        Literal["none", "f32", "f16", "bf16", "q8_0", "q4_0"], Constraint(only_with=(When("checkpoint.enabled"),))
+    ] = "none"
+    """Type of the matrices in a file for llama.cpp, RUN_FOLDER/model-TYPE.gguf, which is also written after the last step; with
+    [lora] rank, the adapter is merged into its base model. "none": no such file. q4_0 keeps the output matrix in q8_0."""
+    export_averaged: Annotated[bool, Constraint(only_with=(EXPORTED, When("optimizer.ema_decay")))] = False
+    """Whether the exports have the averaged weights."""
+    export_checkpoint: Annotated[Literal["auto", "last", "best"], Constraint(only_with=(EXPORTED,))] = "auto"
+    """Checkpoint that is exported. "auto": the best one by [evaluation] keep_best_on, if there is one, otherwise
     that of the last step."""
