@@ -554,7 +554,7 @@ CASES = {
         ranks=2,
     ),
     "[evaluation] interval_steps needs [data] held_out_fraction, [evaluation] datasets or [evaluation] tasks": Case(
-        "--data.held_out_fraction 0",
+        "--data.held_out_fraction 0 --evaluation.tasks {}",
         f"{ROOT}/train_configs/debug.toml [evaluation] interval_steps = 100: needs [data] held_out_fraction, [evaluation] datasets or [evaluation] tasks: without evaluation, set interval_steps = 0",
     ),
     "[evaluation] averaged needs [evaluation] interval_steps or [samples] prompts": Case(

@@ -171,8 +171,15 @@ class Either:
         return ""
 
 
-Condition = When | Dataset | Fact | Either
+Condition = When | Dataset | Evaluates | Fact | Either
 Facts = Mapping[Fact, Known]
+
+
+def named_settings(condition: Condition) -> set[str]:
+    """Return the settings on which a condition depends."""
+    if isinstance(condition, Either):
+        return set().union(*map(named_settings, condition.members))
+    return {condition.setting}
 
 
 def all_of(words: list[str]) -> str:
