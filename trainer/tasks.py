@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -64,9 +64,10 @@ class Task:
 
     @property
     def identity(self) -> str:
-        """Hash of the options and of the questions."""
+        """Hash of the questions and of the options that change a score."""
         questions = [[q.key, q.requests, q.continuations, q.right] for q in self.questions]
-        return digest(json.dumps([asdict(self.config), questions]).encode())[:16]
+        options = asdict(replace(self.config, path="", interval_steps=0, metrics=(), save_requests=False))
+        return digest(json.dumps([options, questions]).encode())[:16]
 
     @property
     def chance_level(self) -> dict[str, float]:
