@@ -4,6 +4,7 @@ Each family states what differs for it, beside its mapping to Hugging Face's for
 distribution of llama-cpp-python 0.3.36: conversion/*.py writes the files, src/models/*.cpp reads them.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from models.huggingface_tensors import permute_from_hf
-from models.rope import LongRope, Rope, YarnRope
+from models.rope import Llama3Rope, LongRope, Rope, YarnRope
 from models.sizes import Sizes, text_of
 
 Keys = Mapping[str, Any]
@@ -194,8 +195,10 @@ def frequency_tensors(sizes: Sizes) -> dict[str, Tensor]:
     if isinstance(rope, LongRope):
         factors = {"long": rope.long_factors, "short": rope.short_factors}
         return {f"rope_factors_{name}.weight": torch.tensor(values) for name, values in factors.items()}
-    if sizes.rope_type != "llama3":
+    if not isinstance(rope, Llama3Rope):
         return {}
-    device = torch.device("cpu")
-    plain = Rope(dim=rope.dim, theta=rope.theta).frequencies(device)
-    return {"rope_freqs.weight": plain / rope.frequencies(device)}
+    # The inverse of Llama3Rope, in the order of llama.cpp's converter, so that each bit is equal.
+    wavelengths = 2 * math.pi / Rope(dim=rope.dim, theta=rope.theta).frequencies(torch.device("cpu"))
+    turns, low, high = rope.original_seq_len / wavelengths, rope.low_freq_factor, rope.high_freq_factor
+    unscaled = ((turns - low) / (high - low)).clamp(0, 1)
+    return {"rope_freqs.weight": 1 / ((1 - unscaled) / rope.factor + unscaled)}

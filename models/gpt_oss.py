@@ -98,6 +98,8 @@ def _read(config: Config) -> Config:
 
 def _write(sizes: GptOssSizes) -> Config:
     rope = first(write_rope(sizes)["rope_scaling"], {"rope_type": "default"})  # null would mean _ROPE
+    if sizes.rope_type == "yarn":  # vLLM requires these two
+        rope = {"beta_fast": sizes.rope_beta_fast, "beta_slow": sizes.rope_beta_slow} | rope
     return write_windows(sizes) | {"rope_scaling": rope}
 
 

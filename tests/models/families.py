@@ -27,6 +27,7 @@ _COMMON = {
 }
 _ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
 _YARN = _ROPE | {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+_GPT_OSS = _YARN | {"beta_fast": 32.0, "beta_slow": 1.0}  # as published
 _LONG = _ROPE | {
     **{"rope_type": "longrope", "partial_rotary_factor": 0.6},
     **{"short_factor": [1.0, 1.1, 1.2, 1.5, 2.0, 2.5], "long_factor": [1.0, 2.0, 3.0, 4.0, 6.0, 8.0]},
@@ -132,7 +133,7 @@ CONFIGS: dict[str, list[dict]] = {
     "gpt-oss": [
         {
             **{"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 12, "sliding_window": 7},
-            **{"rope_parameters": _YARN | {"truncate": False}},
+            **{"rope_parameters": _GPT_OSS | {"truncate": False}},
         },
         {
             **{"num_local_experts": 6, "num_experts_per_tok": 3, "head_dim": 10, "intermediate_size": 40},
@@ -141,7 +142,7 @@ CONFIGS: dict[str, list[dict]] = {
         },
         {
             **{"num_local_experts": 4, "num_experts_per_tok": 4, "head_dim": 8, "intermediate_size": 80, "sliding_window": 5},
-            **{"layer_types": [*_TYPES, *_TYPES[::-1]], "rope_parameters": _YARN},
+            **{"layer_types": [*_TYPES, *_TYPES[::-1]], "rope_parameters": _GPT_OSS},
         },
     ],
     "phi": [
