@@ -70,7 +70,13 @@ CAPABILITIES = {
         trainer/resilience/early_stopping.py trainer/checkpoint/best.py
         tests/resilience/test_early_stopping.py tests/end_to_end/test_{early_stopping,best}.py""",
     "Evaluation": "trainer/evaluate.py trainer/data/store/held_out.py tests/test_evaluate.py tests/data/store/test_held_out.py",
-    "Samples during training": "trainer/inference/samples.py tests/inference/test_samples.py",
+    "Samples during training": "trainer/inference/{samples,in_training}.py tests/inference/test_samples.py",
+    "Tasks during training": """
+        trainer/tasks.py trainer/data/tasks/*.py trainer/objective/{document_scores,task_metrics}.py
+        trainer/base/config/schema/tasks.py
+        tests/data/tasks/*.py tests/objective/test_task_metrics.py tests/end_to_end/test_{tasks,lm_eval}.py tests/lm_eval_tasks.py""",
+    "lm-evaluation-harness": """
+        trainer/inference/{harness,scores}.py scripts/evaluate.py tests/inference/test_harness.py""",
     "Learning-rate range test": "scripts/find_lr.py tests/scripts/test_find_lr.py",
     # Models and formats
     "Model families beside Llama": """
@@ -95,8 +101,8 @@ CAPABILITIES = {
         trainer/base/config/recognition.py
         tests/base/config/test_recognition.py tests/checkpoint/formats/test_foreign_folders.py""",
     "Generation, models in Python": """
-        trainer/inference/{generate,load}.py scripts/generate.py
-        tests/inference/test_{generate,load,without_bos}.py tests/test_python_page.py""",
+        trainer/inference/{engine,generate,kv_cache,load,next_logits,text}.py scripts/generate.py
+        tests/inference/test_{batches,generate,load,text,without_bos}.py tests/test_python_page.py""",
     # Data
     "Texts and JSON lines, compressed or not": """
         trainer/data/sources/{text,text_field,json_records,streams}.py tests/data/sources/test_{text,streams}.py""",
