@@ -74,7 +74,8 @@ CAPABILITIES = {
     "Tasks during training": """
         trainer/tasks.py trainer/data/tasks/*.py trainer/objective/{document_scores,task_metrics}.py
         trainer/base/config/schema/tasks.py
-        tests/data/tasks/*.py tests/objective/test_task_metrics.py tests/end_to_end/test_{tasks,lm_eval}.py tests/lm_eval_tasks.py""",
+        tests/data/tasks/*.py tests/objective/test_task_metrics.py tests/lm_eval_tasks.py
+        tests/end_to_end/test_{tasks,lm_eval}.py""",
     "lm-evaluation-harness": """
         trainer/inference/{harness,scores}.py scripts/evaluate.py tests/inference/test_harness.py""",
     "Learning-rate range test": "scripts/find_lr.py tests/scripts/test_find_lr.py",
