@@ -66,7 +66,8 @@ class Decoder(nn.Module):
     def _context_of_kind(self, name: str, context: Context) -> Context:
         rope = self.kinds[name].rope
         angles = None if rope is None else rope(context.positions)
-        return context._replace(rope=angles, mask=self.masks[name](context))
+        mask = self.masks[name](context)  # it has read last_readers, so that compiled blocks need not know them
+        return context._replace(rope=angles, mask=mask, last_readers=None)
 
     def init_parameter(self, name: str, rows: Tensor, generator: Generator) -> None:
         """See models.spec.Model. Matrices are drawn from a normal distribution with variance 1 / (number of inputs)

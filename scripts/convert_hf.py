@@ -77,7 +77,7 @@ from trainer.base.config.checkpoints import resolve_checkpoint, why_chosen
 from trainer.base.config.recognition import is_adapter, is_checkpoint, require
 from trainer.base.system.spelling import did_you_mean
 from trainer.base.system.units import GIB
-from trainer.checkpoint.formats.adapter import Adapter
+from trainer.checkpoint.formats.adapter import Adapter, MergedWeights
 from trainer.checkpoint.formats.folders import open_weights
 from trainer.checkpoint.formats.gguf_writer import GgufExport
 from trainer.checkpoint.formats.huggingface import HuggingFaceWeights
@@ -93,7 +93,10 @@ def to_gguf(args: argparse.Namespace) -> None:
     if args.out.exists():
         raise ConfigError("", f"{args.out} exists; choose another path")
     merge = {"base": args.base, "into_quantized": args.into == "quantized"}
-    export = GgufExport.of(open_weights(_source(args), alone=True, averaged=args.averaged, **merge), args.type)
+    weights = open_weights(_source(args), alone=True, averaged=args.averaged, **merge)
+    if args.into and not isinstance(weights, MergedWeights):
+        raise ConfigError("", f"--into {args.into}: has an effect only on an adapter")
+    export = GgufExport.of(weights, args.type)
     for remark in export.vocabulary.remarks:
         console.warning(remark)
     with console.progress(export.num_bytes(), "B", "converted") as bar:

@@ -37,7 +37,7 @@ def arguments() -> Arguments:
         help="number of examples in a context (default: the task's)",
     )
     add("--limit", type=positive_int, metavar="N", help="number of documents of each task (default: all)")
-    add("--batch-size", type=positive_int, default=16, metavar="N", help="number of texts that are computed together")
+    add("--batch-size", type=positive_int, default=16, metavar="N", help="number of texts that are generated together")
     add("--apply-chat-template", action="store_true", help="make a message of a user of each context")
     add("--chat-template", default="", metavar="NAME", help="shipped template or a file (default: the model's)")
     add("--max-seq-len", type=non_negative_int, default=0, metavar="N", help="context window; 0: the model's")
@@ -59,9 +59,11 @@ import torch.distributed as dist
 from trainer.base.config import ConfigError, DistributedConfig
 from trainer.base.config.checkpoints import resolve_checkpoint, why_chosen
 from trainer.base.config.packages import require_package
+from trainer.base.system.files import atomic_write
 from trainer.base.system.run_files import CHECKPOINTS, METRICS_FILE, step_of
 from trainer.base.system.streams import print_error, print_line
 from trainer.checkpoint.formats.folders import metadata_and_generation
+from trainer.data.chat.template import TemplateFailure
 from trainer.inference.generate import TextGenerator
 from trainer.run.run_folder import acquire_lock
 from trainer.run.sinks.local import append_records
@@ -89,20 +91,23 @@ def evaluate(args: argparse.Namespace, device: torch.device) -> None:
     generator = load(args, device)
     if args.apply_chat_template:
         generator.chat_format()
-    results = harness.run_tasks(
-        generator,
-        args.tp,
-        args.tasks.split(","),
-        args.include_path,
-        num_fewshot=args.num_fewshot,
-        limit=args.limit,
-        batch_size=args.batch_size,
-        apply_chat_template=args.apply_chat_template,
-    )
+    try:
+        results = harness.run_tasks(
+            generator,
+            args.tp,
+            args.tasks.split(","),
+            args.include_path,
+            num_fewshot=args.num_fewshot,
+            limit=args.limit,
+            batch_size=args.batch_size,
+            apply_chat_template=args.apply_chat_template,
+        )
+    except TemplateFailure as failure:
+        raise ConfigError("", f"the chat template: {failure}") from None
     if dist.get_rank() == 0:
         print(harness.table(results))
         if args.output:
-            args.output.write_text(harness.as_json(results))
+            atomic_write(args.output, harness.as_json(results))
     record(generator.folder, args.averaged, {} if dist.get_rank() else harness.scores(results))
 
 
@@ -127,7 +132,8 @@ def record(checkpoint: Path, averaged: bool, scores: Mapping[str, Mapping[str, f
                 ),
             )
     except (ConfigError, OSError) as error:
-        print_error(f"the scores are not among the records of the run: {error}")
+        if dist.get_rank() == 0:
+            print_error(f"the scores are not among the records of the run: {error}")
 
 
 def main() -> None:

@@ -1,8 +1,8 @@
 """Construction of the Trainer of a run and of all its components."""
 
 import json
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Iterable
+from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -32,7 +32,7 @@ from trainer.evaluate import Evaluator
 from trainer.inference.samples import SampleGenerator
 from trainer.initial_model import InitialModel
 from trainer.objective.objective import Objective
-from trainer.parallel.attention import attention_backend, attention_by_document
+from trainer.parallel.attention import attention_by_document, backend_of
 from trainer.parallel.mesh import Meshes
 from trainer.resilience.early_stopping import EarlyStopping
 from trainer.resilience.guard import StepMonitor
@@ -82,7 +82,7 @@ def build_trainer(
     _set_up_process(config, device)
     meshes = _build_meshes(config, resolved, device)
     # On the meta device: until the checks have passed, they take no memory.
-    model_parts = build_model_parts(config, resolved, meshes, attention_backend(device))
+    model_parts = build_model_parts(config, resolved, meshes, backend_of(device))
     run = check_run(config, resolved, point, prepare_and_open, model_parts.values(), device)
     partition = partition_of_batch(config.training, meshes.data["batch"])
     training_objective = objective or build_objective(config, resolved, meshes)
@@ -244,24 +244,12 @@ def _build_tasks(
     meshes: Meshes,
     partition: BatchPartition,
 ) -> TaskEvaluator:
-    training = run.config.training
-
-    @contextmanager
-    def by_document() -> Iterator[None]:
-        with ExitStack() as stack:
-            for part in engine.model_parts.values():
-                stack.enter_context(
-                    attention_by_document(
-                        part,
-                        resolved.structure,
-                        meshes.data["cp"],
-                        training.seq_len,
-                        DTYPES[training.compute_dtype],
-                        attention_backend(engine.device),
-                    )
-                )
-            yield
-
+    config, training = run.config, run.config.training
+    by_document = nullcontext
+    if run.tasks and not config.data.document_mask:
+        cp, dtype = meshes.data["cp"], DTYPES[training.compute_dtype]
+        common = resolved.structure, cp, training.seq_len, dtype, backend_of(engine.device)
+        by_document = attention_by_document(engine.model_parts.values(), *common)
     return TaskEvaluator(
         config=run.config.evaluation,
         tasks=run.tasks,
@@ -270,7 +258,7 @@ def _build_tasks(
         steps=training.steps,
         chunk_tokens=training.loss_chunk_tokens,
         compiled=resolved.compiled,
-        by_document=nullcontext if run.config.data.document_mask else by_document,
+        by_document=by_document,
         tokenizer=run.text.tokenizer,
         stop_tokens=_stop_tokens(initial),
         seq_len=training.seq_len,

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from trainer.base.config import ConfigError, DataConfig, EvaluationConfig, TaskConfig
+from trainer.base.config.schema.tasks import DEFAULT_STOP
 from trainer.base.system import console
 from trainer.base.system.files import atomic_write, digest
 from trainer.base.system.spelling import counted
@@ -40,7 +41,7 @@ from trainer.objective.task_metrics import (
     means,
 )
 from trainer.parallel.step import Step
-from trainer.runtime.distributed import first_problem, run_on_rank_0
+from trainer.runtime.distributed import all_gather_objects, run_on_rank_0
 from trainer.state import is_due
 
 FOLDER = "tasks"
@@ -64,10 +65,10 @@ class Task:
 
     @property
     def identity(self) -> str:
-        """Hash of the questions and of the options that change a score."""
-        questions = [[q.key, q.requests, q.continuations, q.right] for q in self.questions]
-        options = asdict(replace(self.config, path="", interval_steps=0, metrics=(), save_requests=False))
-        return digest(json.dumps([options, questions]).encode())[:16]
+        """Hash of the tokens, of the answers and of the options that change a score."""
+        answers = [[q.continuations, q.right, q.stop] for q in self.questions]
+        options = asdict(replace(self.config, path="", interval_steps=0, metrics=(), limit=0, save_requests=False))
+        return digest(json.dumps([options, self.requests, self.prompts, answers]).encode())[:16]
 
     @property
     def chance_level(self) -> dict[str, float]:
@@ -84,17 +85,17 @@ def load_tasks(evaluation: EvaluationConfig, data: DataConfig, tokenizer: Tokeni
         tokenizer: Tokenizer of the run.
         seq_len: Length of the sequences in training.
     """
-    tasks, key, problem = [], "", ""
+    tasks, problem = [], None
     for name, config in evaluation.tasks.items():
         if not evaluation.interval_of(name):
             continue
         try:
             tasks.append(_load_task(name, config, data, tokenizer, seq_len))
         except ConfigError as error:
-            key, problem = error.key, error.message
+            problem = error.key, error.message
             break
-    if problem := first_problem(problem):
-        raise ConfigError(key, problem)
+    if problem := next(filter(None, all_gather_objects(problem)), None):
+        raise ConfigError(*problem)
     return tasks
 
 
@@ -114,13 +115,18 @@ def _load_task(name: str, config: TaskConfig, data: DataConfig, tokenizer: Token
     )
     requests: list[list[Request]] = []
     prompts: list[list[int]] = []
-    try:
-        if config.kind == "exact":
-            prompts = [encode.prompt(question.requests[0][0], config.max_new_tokens) for question in questions]
-        else:
-            requests = [[encode(*pair) for pair in _pairs(config, question)] for question in questions]
-    except (RequestTooLong, TemplateFailure) as failure:
-        raise ConfigError(f"{key}.path", str(failure)) from None
+    room = encode.max_tokens - config.max_new_tokens
+    if config.kind == "exact" and room < 1:
+        message = f"leaves no room for a prompt in the {encode.max_tokens} tokens of a request"
+        raise ConfigError(f"{key}.max_new_tokens", message)
+    for question in questions:
+        try:
+            if config.kind == "exact":
+                prompts.append(encode.prompt(question.requests[0][0], room))
+            else:
+                requests.append([encode(*pair) for pair in _pairs(config, question)])
+        except (RequestTooLong, TemplateFailure) as failure:
+            raise ConfigError(f"{key}.path", f"question {question.key}: {failure}") from None
     packed = PackedRequests.pack(requests, seq_len)
     return Task(name=name, config=config, questions=questions, requests=requests, packed=packed, prompts=prompts)
 
@@ -193,14 +199,15 @@ class TaskEvaluator:
         """Return the values of the questions of an exact task, a line for the file of results for each, and the number of new
         tokens."""
         start_s, size, answers = time.monotonic(), self.partition.ranks * self.partition.local_batch_size, []
+        special = set(self.tokenizer.special_tokens.values())
         requests = [
             TextRequest(
                 prompt=prompt,
                 sampling=Sampling(temperature=0.0),
                 stop_tokens=self.stop_tokens,
-                stop=question.stop or task.config.stop,
+                stop=task.config.stop or question.stop or DEFAULT_STOP,
                 max_new_tokens=task.config.max_new_tokens,
-                continues=() if task.config.chat else prompt[len(self.tokenizer.prefix) :],
+                continues=() if task.config.chat else [token for token in prompt if token not in special],
             )
             for question, prompt in zip(task.questions, task.prompts, strict=True)
         ]
@@ -261,7 +268,14 @@ class TaskEvaluator:
 
 
 def _values(config: TaskConfig, question: Question, log_probs: np.ndarray, is_greedy: np.ndarray) -> Values:
-    """Return the values of one question. log_probs, is_greedy: of its requests, (requests,)."""
+    """Return the values of one question.
+
+    Args:
+        config: The task.
+        question: The question.
+        log_probs: Of its requests, (requests,).
+        is_greedy: Likewise.
+    """
     if config.kind == "continuation":
         return continuation_values(question, float(log_probs[0]), bool(is_greedy[0]))
     number = len(question.requests)

@@ -243,12 +243,7 @@ WRONG = {
     "a wrong label": ([ROW | {"label": 2}], {}, "line 1: label = 2: must name one of the 2 choices"),
     "no choice": ([ROW | {"choices": []}], {}, "line 1: choices: expected a list of choices"),
     "no question": ([], {}, "the file has no questions"),
-    "a long choice": ([ROW | {"choices": ["a", "b " * 40]}], {}, "a continuation has"),
-    "no room": (
-        [{"prompt": "q", "answer": "a"}],
-        {"kind": "exact", "max_new_tokens": "32"},
-        "max_new_tokens = 32 leaves no",
-    ),
+    "a long choice": ([ROW, ROW | {"choices": ["a", "b " * 40]}], {}, "question 2: a continuation has"),
 }
 
 
@@ -278,6 +273,7 @@ def test_a_wrong_task_is_one_line_before_the_first_step(ranks, tiny, tmp_path, c
 def test_a_wrong_option_is_one_line(ranks, tiny, tmp_path, argv, message):
     pairs = zip(argv[::2], argv[1::2], strict=True)
     words = [w for name, value in pairs for w in (f"--evaluation.tasks.t.{name}", value.format(folder=tmp_path))]
+    words += ["--evaluation.interval_steps", "1", *in_folder(tmp_path / "run")]
     (line,) = ranks(1).run(error_line, [*tiny, *words])
     assert line.startswith(message.format(folder=tmp_path))
 
@@ -290,7 +286,7 @@ def test_a_tokenizer_without_bos_is_named(ranks, tiny, tmp_path):
 
 
 def lines_of_load_without_bos(argv):
-    tokenizer = mock.Mock(bos=None, eos=3, prefix=(), encode=lambda text: [5] * len(text))
+    tokenizer = mock.Mock(bos=None, eos=3, prefix=(), special_tokens={}, encode_parts=lambda parts: [5] * len(parts))
     config = load_config(argv)
     with mock.patch.object(console, "info") as info:
         load_tasks(config.evaluation, config.data, tokenizer, config.training.seq_len)

@@ -83,6 +83,16 @@ def test_a_generated_text_is_compared_after_normalization(text, options, expecte
     assert exact_values(task, question("18", "eighteen"), text) == {"exact_match": expected}
 
 
+def test_the_pattern_finds_the_answer_in_right_answers_too():
+    task = TaskConfig(kind="exact", answer_pattern=r"#### (\d+)")
+    assert exact_values(task, question("6 * 3 = 18\n#### 18"), "so #### 18") == {"exact_match": 1.0}
+
+
+@pytest.mark.parametrize("log_probs", [(math.nan, -1.0), (-1.0, -math.inf)])
+def test_log_probabilities_that_are_not_finite_are_no_score(log_probs):
+    assert all(math.isnan(value) for value in values(*log_probs).values())
+
+
 def test_chance_is_the_mean_share_of_one_choice():
     questions = [question("a", "b"), question("a", "b", "c", "d")]
     assert chance_level(TaskConfig(), questions) == {"chance": 0.375}

@@ -14,7 +14,10 @@ class BestTracker:
         consists of documents held out of the training data."""
         self.criterion = config.criterion
         averaged = "/averaged" if config.averaged else ""
-        self.identity = f"{config.keep_best_on}/{config.max_samples}/{data}{averaged}"
+        what = f"{config.keep_best_on}/{config.max_samples}"
+        if self.criterion.name in config.tasks:
+            what = f"{self.criterion.name}/{self.criterion.metric}"
+        self.identity = f"{what}/{data}{averaged}"
         self._saved = self._previous = (0, self.criterion.worst)
         self._pending: float | None = None
 

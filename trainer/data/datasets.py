@@ -49,8 +49,8 @@ def check_names(data: DataConfig, evaluation: EvaluationConfig) -> None:
     # A prepared store may have no held-out documents.
     require_new_names(evaluation.datasets, [held_out[name] for name in held_out if configs[name].dataset != "prepared"])
     if name := next((name for name in held_out.values() if name in evaluation.tasks), ""):
-        message = "a task must not have the name of held-out documents; choose another name"
-        raise ConfigError(f"evaluation.tasks.{name}.path", message)
+        message = "this name is taken by the held-out documents of a training dataset; choose another name"
+        raise ConfigError(f"evaluation.tasks.{name}", message)
     require_evaluated(evaluation, [*held_out.values(), *evaluation.datasets])
 
 
@@ -71,9 +71,11 @@ def require_evaluated(evaluation: EvaluationConfig, names: Collection[str]) -> N
         if metric not in ("", *measured):
             message = f"{metric} is no metric of the task {name}, which has {', '.join(measured)}"
             raise ConfigError("evaluation.keep_best_on", message + did_you_mean(metric, measured))
-        if not evaluation.interval_of(name):
+        if evaluation.evaluates and not evaluation.interval_of(name):
             message = f"the task {name} is not used; set its interval_steps, or [evaluation] interval_steps"
             raise ConfigError("evaluation.keep_best_on", message)
+    elif best and evaluation.evaluates and not evaluation.interval_steps:
+        raise ConfigError("evaluation.keep_best_on", "is no task, and [evaluation] interval_steps = 0")
     elif evaluation.interval_steps and best and best not in names:
         known = [*names, *evaluation.tasks]
         available = f"available: {', '.join(known)}{did_you_mean(best, known)}"

@@ -1,7 +1,7 @@
 """The one way to make text from a model: requests in batches, whatever computes the logits.
 
-Each request has its own random numbers, and the logits of a text do not depend on the others beyond rounding. So a greedy text is
-the same alone and in any batch, and a sampled text nearly always.
+Each request has its own random numbers, and the logits of a text do not depend on the others beyond rounding. So a text is the
+same alone and in any batch, unless two tokens are as likely up to rounding.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -112,23 +112,25 @@ def generate(
         on_text: Called with the index of a request and the characters that its text has grown by.
     """
     order = sorted(range(len(requests)), key=lambda i: len(requests[i].prompt), reverse=True)
-    texts = [_Text(request, tokenizer, backend.max_seq_len) for request in requests]
+    answers: dict[int, Answer] = {}
     for first in range(0, len(order), backend.max_rows):
         batch = order[first : first + backend.max_rows]
-        while active := {row: texts[i] for row, i in enumerate(batch) if texts[i].end is None}:
+        texts = [_Text(requests[i], tokenizer, backend.max_seq_len) for i in batch]
+        while active := {row: text for row, text in enumerate(texts) if text.end is None}:
             logits = backend.next_logits({row: text.tokens for row, text in active.items()})
             tokens = _choose(logits[:, : tokenizer.vocab_size], list(active.values()), backend.group)
             for (row, text), token in zip(active.items(), tokens, strict=True):
                 if new := text.put(token):
                     on_text(batch[row], new)
-    return [text.answer() for text in texts]
+        answers |= {i: text.answer() for i, text in zip(batch, texts, strict=True)}
+    return [answers[i] for i in range(len(requests))]
 
 
 def _choose(logits: Tensor, texts: Sequence["_Text"], group: dist.ProcessGroup | None) -> list[int]:
     """Return the next token of each text. One rank chooses, because processors differ in the last bit of a softmax. logits:
     (texts, vocabulary)."""
     is_chooser = group is None or group.rank() == 0
-    chosen = [text.choose(row) for text, row in zip(texts, logits.double().cpu(), strict=True)] if is_chooser else []
+    chosen = [text.choose(row) for text, row in zip(texts, logits.cpu().double(), strict=True)] if is_chooser else []
     if group is None or group.size() == 1:
         return chosen
     tokens = torch.tensor(chosen or [_NO_TOKEN] * len(texts), device=logits.device)

@@ -111,7 +111,7 @@ class TextGenerator:
                 apply_tensor(model, structure, mesh["tp"], sequence_parallel=False, recompute_gathers=())
 
         model = build_model(weights, sizes, dtype, device, shard)
-        cache = KvCache(model, model.structure(), sizes, dtype, tp)
+        cache = KvCache(model, model.structure(), sizes, dtype, tp, max_seq_len)
         stop = {tokenizer.eos, *ids_of_ends(metadata_and_generation(folder)[1])}
         chat_template = chat_template or str(weights.template_file() or "")
         return cls(folder, cache, tokenizer, stop, chat_template, max_seq_len, mesh, max_rows)

@@ -7,6 +7,7 @@ answers. So nothing depends on the number of ranks, and no request is repeated t
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from itertools import chain, groupby, islice
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,6 +22,7 @@ from lm_eval.utils import get_rolling_token_windows, handle_non_serializable, ma
 
 from trainer.base.config import ConfigError
 from trainer.base.system.spelling import did_you_mean
+from trainer.data.chat.format import ChatFormat
 from trainer.data.tasks.encode import Request as ScoredRequest
 from trainer.data.tasks.encode import RequestTooLong, before_empty, encode, fitted
 from trainer.inference.engine import Request, Sampling
@@ -73,11 +75,15 @@ class HarnessModel(TemplateLM):
     def tokenizer_name(self) -> str:
         return self._generator.tokenizer.fingerprint
 
+    @cached_property
+    def _chat(self) -> ChatFormat:
+        return self._generator.chat_format()
+
     def chat_template(self, chat_template: bool | str = False) -> str:
-        return self._generator.chat_format().template if chat_template else ""
+        return self._chat.template if chat_template else ""
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        return self._generator.chat_format().text(chat_history, add_generation_prompt)
+        return self._chat.text(chat_history, add_generation_prompt)
 
     # ---------------------------------------------------------------- requests
 
@@ -115,7 +121,10 @@ class HarnessModel(TemplateLM):
 
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
         texts = [self._request(*request.args, seed) for seed, request in enumerate(requests)]
-        return self._shared(texts, self._answers, length=lambda request: len(request.prompt))
+        answers = self._shared(texts, self._answers, length=lambda request: len(request.prompt))
+        if None in answers:
+            raise ConfigError("", f"{self._generator.folder}: the model returns non-finite logits")
+        return answers
 
     def _request(self, context: str, settings: Mapping[str, Any], seed: int) -> Request:
         settings = normalize_gen_kwargs(dict(settings), self.max_gen_toks)
@@ -136,11 +145,10 @@ class HarnessModel(TemplateLM):
             max_new_tokens=new,
         )
 
-    def _answers(self, requests: Sequence[Request]) -> list[str]:
-        answers = self._generator.generate(requests)
-        if any(answer.end == "non-finite" for answer in answers):
-            raise ConfigError("", f"{self._generator.folder}: the model returns non-finite logits")
-        return [self._text(request, answer.tokens) for request, answer in zip(requests, answers, strict=True)]
+    def _answers(self, requests: Sequence[Request]) -> list[str | None]:
+        """Return the texts. None: the model returns non-finite logits."""
+        answered = zip(requests, self._generator.generate(requests), strict=True)
+        return [None if a.end == "non-finite" else self._text(request, a.tokens) for request, a in answered]
 
     def _text(self, request: Request, tokens: Sequence[int]) -> str:
         """Return what the harness makes of new tokens: their text without special tokens, up to the first of the strings."""
@@ -192,7 +200,7 @@ def run_tasks(
         raise ConfigError("", f"--tasks {unknown[0]}: no such task{did_you_mean(unknown[0], tasks.all_tasks)}")
     run_on_rank_0(lambda: tasks.load([*names]) and None)  # it downloads what the other ranks then find
     model = HarnessModel(generator, tp)
-    return simple_evaluate(model, tasks=[*names], task_manager=tasks, log_samples=True, **settings) or {}
+    return simple_evaluate(model, tasks=[*names], task_manager=tasks, log_samples=False, **settings) or {}
 
 
 def table(results: Mapping[str, Any]) -> str:

@@ -20,6 +20,9 @@ from trainer.inference.engine import Answer, Request, generate
 from trainer.inference.next_logits import READ_HERE, NextLogits
 from trainer.parallel.step import Step
 
+_LOGITS_AT_ONCE = 2**26
+"""Maximum number of logits that are summed over all ranks for one token of each text."""
+
 
 def generate_in_training(
     requests: Sequence[Request],
@@ -61,7 +64,8 @@ class _TrainingBackend:
 
     @property
     def max_rows(self) -> int:
-        return self.partition.ranks * self.partition.local_batch_size
+        rows = self.partition.ranks * self.partition.local_batch_size
+        return max(1, min(rows, _LOGITS_AT_ONCE // self.vocab_size))
 
     @property
     def group(self) -> dist.ProcessGroup:

@@ -20,7 +20,9 @@ from trainer.batch import IGNORE_INDEX
 from trainer.inference.next_logits import READ_HERE, NextLogits
 
 _TOKENS_AT_ONCE = 4096
-"""Limit of the tokens of all rows in one forward. It bounds the memory of long prompts."""
+"""Limit of the tokens of all rows in one forward with a mask. It bounds the memory of long prompts."""
+_MASKED_AT_ONCE = 2**26
+"""Limit of the elements of a mask, for the same reason."""
 
 
 @dataclass
@@ -49,7 +51,8 @@ class _CachedMask(nn.Module):
         first = max(0, start - window + 1)
         if self.columns.padding <= first and (new == 1 or (start == first and new <= window)):
             return None
-        queries, keys = torch.arange(start, start + new, device=device), torch.arange(first, start + new, device=device)
+        columns = torch.arange(first, start + new, device=device, dtype=torch.int32)
+        queries, keys = columns[start - first :], columns
         distance = queries[:, None] - keys
         # A padding token attends to itself, because a softmax over nothing is NaN.
         is_own = (keys >= self.columns.starts[:, None, None]) | (distance == 0)
@@ -123,7 +126,15 @@ class CachedAttention(nn.Module):
 class KvCache:
     """A model whose layers cache keys and values, and the texts that they have seen."""
 
-    def __init__(self, model: nn.Module, structure: Structure, sizes: Any, dtype: torch.dtype, tp: int = 1):
+    def __init__(
+        self,
+        model: nn.Module,
+        structure: Structure,
+        sizes: Any,
+        dtype: torch.dtype,
+        tp: int = 1,
+        max_seq_len: int = 2**31,
+    ):
         """Replace the masks and the kernels of the model.
 
         Args:
@@ -132,6 +143,7 @@ class KvCache:
             sizes: Dimensions of the model.
             dtype: Of keys and values.
             tp: Number of ranks over which the heads are split.
+            max_seq_len: Number of columns above which memory is reserved only as needed.
         """
         self.tokens: dict[int, list[int]] = {}
         """Key of a row -> its cached tokens."""
@@ -139,6 +151,7 @@ class KvCache:
         self._columns = _Columns()
         self._reserved = (0, 0)
         self._model, self._vocab_size, self.dtype = model, sizes.vocab_size, dtype
+        self._max_seq_len = max_seq_len
         self.device = next(model.parameters()).device
         self._layers: list[CachedAttention] = []
         modules: dict[str, nn.Module] = {
@@ -197,8 +210,10 @@ class KvCache:
         texts = {key: list(rows.get(key, cached)) for key, cached in self.tokens.items()}
         end = max(self._starts[key] + len(text) for key, text in texts.items())
         if len(texts) > self._reserved[0] or end > self._reserved[1]:
-            self.reserve(len(texts), 2 * end)
-        step = max(1, _TOKENS_AT_ONCE // len(texts))
+            self.reserve(len(texts), min(2 * end, max(end, self._max_seq_len)))
+        step = max(1, min(_TOKENS_AT_ONCE, _MASKED_AT_ONCE // end) // len(texts))
+        if not first and not self._columns.padding:
+            step = end  # the kernel is causal without a mask, so it takes no memory for one
         for start in range(first, end, step):
             logits = self._forward(texts, start, min(start + step, end), is_last=start + step >= end)
         self.tokens = texts

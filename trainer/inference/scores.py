@@ -12,7 +12,7 @@ from trainer.data.sampling.loader import BatchPartition
 from trainer.data.tasks.encode import Request
 from trainer.data.tasks.packed_requests import PackedRequests
 from trainer.objective.document_scores import DocumentScores, score_requests
-from trainer.parallel.attention import attention_backend, attention_by_document
+from trainer.parallel.attention import attention_by_document, backend_of
 from trainer.parallel.step import context_of
 
 _TOKENS_AT_ONCE = 4096
@@ -46,7 +46,7 @@ def score_continuations(
     def read(batch: Batch, readout: DocumentScores) -> Tensor:
         return model(batch.tokens, context_of(batch), head=readout.head(batch.labels, batch.documents, None))
 
-    structure, backend = model.structure(), attention_backend(device)
-    with attention_by_document(model, structure, cp, seq_len, dtype, backend):
+    by_document = attention_by_document([model], model.structure(), cp, seq_len, dtype, backend_of(device))
+    with by_document():
         scores = score_requests(packed, read, rows, _CHUNK_TOKENS, False, device)
     return list(zip(scores.log_probs.tolist(), scores.is_greedy.tolist(), strict=True))

@@ -263,6 +263,8 @@ def token_log_probs(
 ) -> tuple[Tensor, Tensor]:
     """Return the log-probability of each target, (batch, seq) in fp32, which is zero for tokens without a target, and whether no
     token is more likely, (batch, seq), boolean. The arguments are those of CrossEntropyHead and of its call."""
+    # Uncompiled with a softcap: compiled code may compute its tanh for the target and for the largest logit in different ways.
+    compiled = compiled and softcap is None
     hidden, weight, projection = _local_projection(labels, hidden, weight, softcap, chunk_tokens, compiled)
     results = projection.run(hidden, weight.to(hidden.dtype), None, trains_weight=False)
     is_likeliest = (results.margins == 0).view_as(labels) | (labels == IGNORE_INDEX)

@@ -14,7 +14,18 @@ from trainer.batch import Batch
 from trainer.data.sampling.loader import BatchPartition
 from trainer.data.tasks.packed_requests import PackedRequests
 from trainer.objective.cross_entropy import token_log_probs
-from trainer.objective.preference import sum_by_document
+
+
+def sum_by_document(values: Tensor, documents: Tensor, num_documents: int) -> Tensor:
+    """Return the sums of the values of each document, (batch, num_documents).
+
+    Args:
+        values: (batch, seq).
+        documents: (batch, seq).
+    """
+    index = documents.where(documents >= 0, num_documents)  # positions outside all documents are last
+    sums = values.new_zeros(len(values), num_documents + 1)
+    return sums.scatter_add(1, index.clamp(max=num_documents), values)[:, :num_documents]
 
 
 class Scores(NamedTuple):

@@ -18,6 +18,7 @@ from models.spec import Head
 from trainer.base.config import PreferenceConfig
 from trainer.batch import IGNORE_INDEX, Batch
 from trainer.objective.cross_entropy import token_losses
+from trainer.objective.document_scores import sum_by_document
 
 
 def _dpo(sums: Tensor, means: Tensor, config: PreferenceConfig) -> Tensor:
@@ -54,18 +55,6 @@ over the tokens of each answer, (pairs, 2), chosen, then rejected. A token's val
 that under the reference model if the loss has one."""
 _PER_TOKEN = ("simpo", "orpo")
 """Losses whose implicit reward of an answer is a mean over its tokens instead of a sum."""
-
-
-def sum_by_document(values: Tensor, documents: Tensor, num_documents: int) -> Tensor:
-    """Return the sums of the values of each document, (batch, num_documents).
-
-    Args:
-        values: (batch, seq).
-        documents: (batch, seq).
-    """
-    index = documents.where(documents >= 0, num_documents)  # positions outside all documents are last
-    sums = values.new_zeros(len(values), num_documents + 1)
-    return sums.scatter_add(1, index.clamp(max=num_documents), values)[:, :num_documents]
 
 
 @dataclass(frozen=True)

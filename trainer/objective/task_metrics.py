@@ -19,7 +19,7 @@ Values = dict[str, float]
 
 
 def choices_values(task: TaskConfig, question: Question, log_probs: np.ndarray, unconditional: np.ndarray) -> Values:
-    """Return the values of a question with choices.
+    """Return the values of a question with choices. They are NaN if a log-probability is not finite.
 
     Args:
         log_probs: Log-probability of each choice, (choices,).
@@ -36,7 +36,9 @@ def choices_values(task: TaskConfig, question: Question, log_probs: np.ndarray, 
     values = {name: float(value.argmax() == question.right) for name, value in chosen.items()}
     shares = np.exp(log_probs - log_probs.max())
     values["right_probability"] = float(shares[question.right] / shares.sum())
-    return values | _bits(log_probs[question.right], num_bytes[question.right])
+    values |= _bits(log_probs[question.right], num_bytes[question.right])
+    is_finite = np.isfinite(log_probs).all() and np.isfinite(unconditional).all()
+    return values if is_finite else dict.fromkeys(values, math.nan)
 
 
 def continuation_values(question: Question, log_prob: float, is_greedy: bool) -> Values:
@@ -46,11 +48,16 @@ def continuation_values(question: Question, log_prob: float, is_greedy: bool) ->
 
 def exact_values(task: TaskConfig, question: Question, text: str) -> Values:
     """Return whether a generated text is one of the right answers."""
-    if task.answer_pattern:
-        matches = [match[1] if match.re.groups else match[0] for match in re.finditer(task.answer_pattern, text)]
-        text = (matches[-1] or "") if matches else ""
-    answers = {_normalized(task, answer) for answer in question.continuations}
-    return {"exact_match": float(_normalized(task, text) in answers)}
+    answers = {_normalized(task, _found(task, answer, answer)) for answer in question.continuations}
+    return {"exact_match": float(_normalized(task, _found(task, text, "")) in answers)}
+
+
+def _found(task: TaskConfig, text: str, otherwise: str) -> str:
+    """Return what answer_pattern finds in a text, or `otherwise`."""
+    if not task.answer_pattern:
+        return text
+    matches = [match[1] if match.re.groups else match[0] for match in re.finditer(task.answer_pattern, text)]
+    return (matches[-1] or "") if matches else otherwise
 
 
 def _normalized(task: TaskConfig, text: str) -> str:

@@ -4,8 +4,8 @@ Each kind of layer has one mask per forward. On a CPU it is a dense tensor that 
 mask of flex_attention (Dong et al. 2024, arXiv:2412.05496), which skips fully masked blocks.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -143,7 +143,7 @@ GPU_BACKEND = AttentionBackend(
 )
 
 
-def attention_backend(device: torch.device) -> AttentionBackend:
+def backend_of(device: torch.device) -> AttentionBackend:
     return CPU_BACKEND if device.type == "cpu" else GPU_BACKEND
 
 
@@ -198,30 +198,38 @@ def apply_attention(
         recompute_gathers: Names of the blocks in which backward repeats the gather of keys and values.
     """
     modules = _modules_of(model, structure, cp, seq_len, by_document, dtype, attention_backend, recompute_gathers)
-    for path, module in modules.items():
-        model.set_submodule(path, module)
+    _replace(model, modules)
 
 
-@contextmanager
 def attention_by_document(
-    model: nn.Module,
+    models: Iterable[nn.Module],
     structure: Structure,
     cp: DeviceMesh,
     seq_len: int,
     dtype: torch.dtype,
-    attention_backend: AttentionBackend,
-) -> Iterator[None]:
-    """Context manager in which attention ends at document boundaries, also if it does not in training. For the arguments see
-    apply_attention."""
-    modules = _modules_of(model, structure, cp, seq_len, True, dtype, attention_backend, ())
-    in_training = {path: model.get_submodule(path) for path in modules}
-    try:
-        for path, module in modules.items():
-            model.set_submodule(path, module)
-        yield
-    finally:
-        for path, module in in_training.items():
-            model.set_submodule(path, module)
+    backend: AttentionBackend,
+) -> Callable[[], AbstractContextManager[None]]:
+    """Return a function that returns a context manager in which attention ends at document boundaries, also if it does not in
+    training. Its modules are made once: compiled blocks are compiled once for them. For the arguments see apply_attention."""
+    modules = [(model, _modules_of(model, structure, cp, seq_len, True, dtype, backend, ())) for model in models]
+
+    @contextmanager
+    def by_document() -> Iterator[None]:
+        in_training = [{path: model.get_submodule(path) for path in paths} for model, paths in modules]
+        try:
+            for model, paths in modules:
+                _replace(model, paths)
+            yield
+        finally:
+            for (model, _), paths in zip(modules, in_training, strict=True):
+                _replace(model, paths)
+
+    return by_document
+
+
+def _replace(model: nn.Module, modules: Mapping[str, nn.Module]) -> None:
+    for path, module in modules.items():
+        model.set_submodule(path, module)
 
 
 def _modules_of(

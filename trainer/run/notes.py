@@ -239,6 +239,7 @@ def course_notes(
         Note("checkpoints", _checkpoints(config, resolved, state.step, steps)),
         Note("evaluation", _evaluation(config.evaluation, eval_sets)),
         *(Note("task", task_text(config.evaluation, task)) for task in tasks),
+        *(Note("task", f"{name}: not used, because interval_steps = 0") for name in unused_tasks(config.evaluation)),
         Note("early stop", _early_stopping(config.evaluation)),
         Note("samples", samples_text(config.samples)),
     ]
@@ -329,6 +330,10 @@ def _early_stopping(evaluation: EvaluationConfig) -> str:
     improves += f" by more than {delta:g}" if delta else ""
     number = f"{patience} evaluations in a row in" if patience > 1 else "an evaluation in"
     return f"after {number} which {criterion} no longer {improves}"
+
+
+def unused_tasks(evaluation: EvaluationConfig) -> list[str]:
+    return [name for name in evaluation.tasks if not evaluation.interval_of(name)]
 
 
 def task_text(evaluation: EvaluationConfig, task: Task) -> str:

@@ -52,8 +52,8 @@ class CheckedRun:
     def identity_of(self, name: str) -> str:
         """Return what changes with the content of an evaluation dataset or of a task. It is "" for documents that are held out
         of the training data."""
-        identities = {} if self.datasets is None else dict(self.datasets.evaluation_names)
-        return (identities | {task.name: task.identity for task in self.tasks}).get(name, "")
+        of_dataset = "" if self.datasets is None else self.datasets.evaluation_names.get(name, "")
+        return next((task.identity for task in self.tasks if task.name == name), of_dataset)
 
 
 def check_run(

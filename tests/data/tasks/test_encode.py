@@ -56,6 +56,16 @@ def test_an_empty_context_is_bos_or_else_eos(bos, first, context):
     assert encoder(bos=bos)(context, "y") == Request((first,), words(context + "y"))
 
 
+def test_bos_of_an_empty_context_is_not_doubled():
+    assert encoder()("", "<s>y") == Request((1,), words("y"))
+    assert encoder(bos=None)("", "</s>y") == Request((2,), words("y"))
+
+
+def test_the_tokens_of_a_context_are_those_of_its_last_use():
+    encode = encoder()
+    assert [encode("x", "a").context, encode("x", "b").context, encode("y", "b").context] == [*map(words, "xxy")]
+
+
 def test_bos_precedes_if_the_tokenizer_adds_it():
     assert encoder(prefix=(1,))("x", "y") == Request((1, ord("x")), words("y"))
     assert encoder(prefix=(1,))("", "y") == Request((1,), words("y"))
@@ -76,13 +86,10 @@ def test_a_long_request_loses_its_first_tokens_but_never_a_target():
 def test_the_template_of_a_chat_sets_the_boundary():
     chat = encoder(render=lambda text: [*words(f"<{text}>")])
     assert chat("x", " yz") == Request(words("<x>"), words("yz"))
+    assert chat("", " yz") == Request((1,), words("yz"))
     assert chat.prompt("x", 5) == [*words("<x>")]
 
 
-def test_a_prompt_leaves_room_for_the_new_tokens():
-    assert encoder(max_tokens=5).prompt("vwxyz", 2) == [*words("xyz")]
+def test_a_prompt_loses_its_first_tokens():
+    assert encoder().prompt("vwxyz", 3) == [*words("xyz")]
     assert encoder().prompt("", 2) == [1]
-    with pytest.raises(
-        RequestTooLong, match="max_new_tokens = 5 leaves no room for a prompt in the 5 tokens of a request"
-    ):
-        encoder(max_tokens=5).prompt("x", 5)

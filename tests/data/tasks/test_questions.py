@@ -36,6 +36,7 @@ def problem_of(*args, **options):
         {"prompt": "q", "choices": CHOICES, "answer": "two"},
         {"ctx": "q", "endings": CHOICES, "label": "1"},
         {"question": "q", "choices": REPEATED, "answerKey": "2"},
+        {"question": "q", "choices": REPEATED, "answerKey": 2},
         {"question": "q", "choices": {"text": CHOICES, "label": ["A", "B", "C"]}, "answerKey": "B"},
         {"question": "q", "query": "q", "choices": CHOICES, "label": [1]},
     ],
@@ -82,7 +83,16 @@ def test_unused_fields_are_named_once(tmp_path):
         ({"question": "q", "choices": CHOICES, "label": -1}, "label = -1: must name one of the 3 choices"),
         ({"question": "q", "choices": CHOICES, "label": True}, "label = true: must name one of the 3 choices"),
         ({"question": "q", "choices": CHOICES, "label": None}, "label = null: must name one of the 3 choices"),
-        ({"question": "q", "choices": ["B", "A"], "label": "A"}, 'label = "A": must name one of the 2 choices'),
+        (
+            {"question": "q", "choices": ["B", "A"], "label": "A"},
+            'label = "A": may mean the choice with the index 0 or 1;',
+        ),
+        ({"question": "q", "choices": ["2", "1"], "label": "0"}, None),
+        ({"question": "q", "choices": ["2", "1"], "label": "1"}, None),
+        (
+            {"question": "q", "choices": ["1", "2"], "label": "1"},
+            'label = "1": may mean the choice with the index 0 or 1;',
+        ),
         ({"question": "q", "choices": REPEATED, "label": "4"}, 'label = "4": must name one of the 3 choices ("1", "2"'),
         (
             {"question": "q", "choices": ["a"], "label": 0},
@@ -102,6 +112,9 @@ def test_unused_fields_are_named_once(tmp_path):
 )
 def test_a_wrong_line_is_named(tmp_path, row, problem):
     good = {"question": "q", "choices": CHOICES, "label": 0}
+    if problem is None:
+        assert len(read(tmp_path, [good, row])[0]) == 2
+        return
     assert problem_of(tmp_path, [good, "", row]).startswith(f"line 3: {problem}")
 
 
@@ -163,8 +176,9 @@ def test_labels_of_continuations_are_lists_and_of_answers_texts(tmp_path):
     rows = [request(0, 0, label=["signs"], continuation=" signs")]
     (question,), _ = read(tmp_path, rows, kind="continuation")
     assert question.requests == (("q", " signs"),)
-    rows = [request(0, 0, label="18", stop_sequences=["Question:", "\n\n"])]
-    (question,), _ = read(tmp_path, rows, kind="exact")
+    more = {"stop_sequences": ["Question:", "\n\n"], "generation_kwargs": {"max_gen_toks": 9}}
+    (question,), unused = read(tmp_path, [request(0, 0, label="18", **more)], kind="exact")
+    assert unused == ["request.generation_kwargs"]
     assert (question.requests, question.continuations) == ((("q", ""),), ("18",))
     assert question.stop == ("Question:", "\n\n")
 
@@ -189,6 +203,18 @@ def test_labels_of_continuations_are_lists_and_of_answers_texts(tmp_path):
 )
 def test_a_wrong_request_is_named(tmp_path, rows, options, problem):
     assert problem_of(tmp_path, rows, **options).startswith(problem)
+
+
+@pytest.mark.parametrize(
+    ("docs", "problem"),
+    [
+        ((0, 1, 100), "line 4, doc_id 1: lacks its unconditional requests, of doc_id 101"),
+        ((0, 100, 101), "line 7, doc_id 101: is an unconditional request of doc_id 1, which is missing"),
+    ],
+)
+def test_a_file_that_is_cut_off_is_named(tmp_path, docs, problem):
+    write_config(tmp_path, {"uncond_docid_offset": 100})
+    assert problem_of(tmp_path, [row for doc in docs for row in rows_of(doc)]) == problem
 
 
 def test_a_wrong_second_half_is_named(tmp_path):

@@ -74,8 +74,8 @@ def _task_rules(config: Config, key: str, task: TaskConfig) -> Iterator[tuple[st
     yield f"{key}.path", not task.path, f"expected a file of questions, or {PYTHON_IDIOMS}"
     problem = "" if task.path == PYTHON_IDIOMS else path_error(task.path)
     yield f"{key}.path", problem, problem
-    message = "the name of a task differs from those of the evaluation datasets"
-    yield f"{key}.path", name in config.evaluation.datasets, message
+    message = "the name of a task must differ from those of the evaluation datasets"
+    yield key, name in config.evaluation.datasets, message
     for option in UNUSED[task.kind]:
         is_given = getattr(task, option) != getattr(default, option)
         yield f"{key}.{option}", is_given, f"has no effect on a task of {kind}"

@@ -26,15 +26,15 @@ def is_compressed(path: str) -> bool:
     return ends_in(path, COMPRESSED)
 
 
-def open_stream(path: str) -> BinaryIO:
-    """Open a file as a stream of decompressed bytes. Raises ConfigError if the package that decompresses it
-    is missing. Reading raises BrokenStream if the compressed data is damaged."""
+def open_stream(path: str, setting: str = "data.path") -> BinaryIO:
+    """Open a file as a stream of decompressed bytes. Raises ConfigError, about the setting that names the file, if the package
+    that decompresses it is missing. Reading raises BrokenStream if the compressed data is damaged."""
     if not is_compressed(path):
         return open(path, "rb")
     if ends_in(path, ".gz"):
         decompress = ("gzip", lambda: zlib.decompressobj(wbits=31), zlib.error)
     else:
-        zstandard = require_package("zstandard", "data.path")
+        zstandard = require_package("zstandard", setting)
         decompress = ("zstd", zstandard.ZstdDecompressor().decompressobj, zstandard.ZstdError)
     return io.BufferedReader(_Decompressor(open(path, "rb"), *decompress))
 

@@ -3,7 +3,7 @@ are the same.
 
 - The text is encoded as a whole, and split after as many tokens as the context alone has.
 - White space at the end of a context belongs to the continuation.
-- An empty context is one token: BOS, or EOS if the tokenizer has no BOS.
+- An empty context is one token: BOS, or EOS if the tokenizer has no BOS. It is not doubled.
 - BOS precedes other contexts if the tokenizer itself adds it.
 - Names of special tokens in a text are these tokens.
 - A request that is too long loses its first tokens.
@@ -12,7 +12,8 @@ are the same.
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import NamedTuple
 
 from trainer.data.tokenizer.protocol import Tokenizer
@@ -32,10 +33,9 @@ def before_empty(tokenizer: Tokenizer) -> int:
 def encode(tokenizer: Tokenizer, text: str, with_prefix: bool | None) -> list[int]:
     """Return the tokens of a text in which names of special tokens are these tokens. with_prefix: whether to prepend what the
     tokenizer prepends to a document. None: unless the text begins with it."""
-    names = sorted(tokenizer.special_tokens, key=len, reverse=True)
     parts: list[str | int] = []
     end = 0
-    for found in re.finditer("|".join(map(re.escape, names)) or "(?!)", text):
+    for found in _special_names(tuple(tokenizer.special_tokens)).finditer(text):
         parts += [text[end : found.start()], tokenizer.special_tokens[found.group()]]
         end = found.end()
     parts = [part for part in (*parts, text[end:]) if part != ""]
@@ -44,43 +44,53 @@ def encode(tokenizer: Tokenizer, text: str, with_prefix: bool | None) -> list[in
     return [*prefix, *tokenizer.encode_parts(parts)]
 
 
+@lru_cache(maxsize=8)
+def _special_names(names: tuple[str, ...]) -> re.Pattern[str]:
+    longest_first = sorted(names, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+
+
 class RequestTooLong(Exception):
     """The reason why the model cannot read a request."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class RequestEncoder:
     tokenizer: Tokenizer
     max_tokens: int
     """Maximum number of tokens that the model reads: of both parts, without the last token, which it only predicts."""
     render: Callable[[str], list[int]] | None
     """Encodes the message of a user up to the answer. None: contexts are plain text."""
+    _last: tuple[str | None, tuple[int, ...]] = field(default=(None, ()), init=False)
+    """The last context, and its tokens."""
 
     def __call__(self, context: str, continuation: str) -> Request:
         """Return the tokens of a request. In a chat, the template sets the boundary, so a continuation is encoded alone, without
         white space at its start. Raises RequestTooLong if the continuation is longer than max_tokens."""
-        if context and self.render is not None:
-            return fitted(
-                self.render(context), encode(self.tokenizer, continuation.lstrip(), with_prefix=False), self.max_tokens
-            )
-        kept = context.rstrip()
+        tokenizer, kept = self.tokenizer, context.rstrip()
+        if self.render is not None:
+            continuation = continuation.lstrip()
+            before = self._context(context) if context else (before_empty(tokenizer),)
+            return fitted(before, encode(tokenizer, continuation, with_prefix=False), self.max_tokens)
         continuation = context[len(kept) :] + continuation
-        if not kept:
-            return fitted(
-                [before_empty(self.tokenizer)], encode(self.tokenizer, continuation, with_prefix=False), self.max_tokens
-            )
-        before = encode(self.tokenizer, kept, with_prefix=None)
-        whole = encode(self.tokenizer, kept + continuation, with_prefix=None)
-        return fitted(before, whole[len(before) :], self.max_tokens)
+        if kept:
+            before = self._context(kept)
+            after = encode(tokenizer, kept + continuation, with_prefix=None)[len(before) :]
+        else:
+            before, after = (before_empty(tokenizer),), encode(tokenizer, continuation, with_prefix=False)
+            after = after[1:] if after[:1] == [*before] else after  # the text begins with BOS
+        return fitted(before, after, self.max_tokens)
 
-    def prompt(self, context: str, max_new_tokens: int) -> list[int]:
-        """Return the tokens after which the model generates. Raises RequestTooLong if max_new_tokens leaves no room for them."""
-        if (room := self.max_tokens - max_new_tokens) < 1:
-            message = f"max_new_tokens = {max_new_tokens} leaves no room for a prompt"
-            raise RequestTooLong(f"{message} in the {self.max_tokens} tokens of a request")
-        if context and self.render is not None:
-            return self.render(context)[-room:]
-        return encode(self.tokenizer, context, with_prefix=None)[-room:] or [before_empty(self.tokenizer)]
+    def prompt(self, context: str, max_tokens: int) -> list[int]:
+        """Return the tokens after which the model generates, at most max_tokens, the last ones."""
+        return [*self._context(context)][-max_tokens:] or [before_empty(self.tokenizer)]
+
+    def _context(self, context: str) -> tuple[int, ...]:
+        """Return the tokens of a context. Choices of one question have the same one, so the last one is kept."""
+        if self._last[0] != context:
+            tokens = encode(self.tokenizer, context, None) if self.render is None else self.render(context)
+            self._last = context, tuple(tokens)
+        return self._last[1]
 
 
 def fitted(before: Sequence[int], after: Sequence[int], max_tokens: int) -> Request:

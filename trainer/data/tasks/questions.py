@@ -64,7 +64,7 @@ def read_questions(task: TaskConfig, key: str) -> tuple[list[Question], list[str
     rows: list[tuple[int, dict[str, Any]]] = []
     line = 0
     try:
-        for line, row in _rows(path):
+        for line, row in _rows(path, key):
             rows.append((line, row))
         if not rows:
             raise ConfigError(f"{key}.path", "the file has no questions")
@@ -77,9 +77,9 @@ def read_questions(task: TaskConfig, key: str) -> tuple[list[Question], list[str
     return questions[: task.limit or None], unused
 
 
-def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def _rows(path: Path, key: str) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield (number of the line, object) of each line that is not blank."""
-    with open_stream(str(path)) as file:
+    with open_stream(str(path), f"{key}.path") as file:
         for line, content in enumerate(file, start=1):
             if not content.strip():
                 continue
@@ -189,17 +189,22 @@ def _index(label: Any, field: str, choices: Collection[str], names: Collection[A
     """
     if isinstance(label, list) and len(label) == 1:
         label = label[0]
-    meanings = set()
-    if names is not None and label in names:
-        meanings = {list(names).index(label)}
+    meanings: set[int] = set()
+    if type(label) in (int, str) and names is not None and str(label) in map(str, names):
+        meanings = {[*map(str, names)].index(str(label))}
     elif type(label) is int:
         meanings = {label}
     elif isinstance(label, str):
         letters = [chr(ord("A") + i) for i in range(len(choices))]
         meanings = {i for i, pair in enumerate(zip(choices, letters, strict=True)) if label in pair}
-        if label.strip().isdecimal() and label not in choices:
+        if label.strip().isdecimal():
             meanings.add(int(label))
-    if len(meanings) == 1 and 0 <= (index := meanings.pop()) < len(choices):
+    if len(meanings) > 1:
+        meant = " or ".join(str(index) for index in sorted(meanings))
+        raise _Fault(
+            f"{field} = {_shown(label)}: may mean the choice with the index {meant}; use the index as a number"
+        )
+    if meanings and 0 <= (index := meanings.pop()) < len(choices):
         return index
     number = counted(len(choices), "choice")
     allowed = ", ".join(map(_shown, names)) if names else f"0 to {len(choices) - 1}, a letter or a choice"
@@ -215,7 +220,7 @@ def _require_choices(choices: Collection[str]) -> None:
 
 
 def _of_olmo(task: TaskConfig, path: Path, rows: list[tuple[int, dict[str, Any]]]) -> tuple[list[Question], list[str]]:
-    """Return the questions of a file of OLMo's requests. All its fields have known meanings, so none is unused."""
+    """Return the questions of a file of OLMo's requests, and the names of settings in it that are not used."""
     requests: dict[int, dict[int, tuple[int, dict[str, Any]]]] = {}
     for line, row in rows:
         doc, idx = row.get("doc_id"), row.get("idx")
@@ -225,16 +230,24 @@ def _of_olmo(task: TaskConfig, path: Path, rows: list[tuple[int, dict[str, Any]]
         if same[0] != line:
             raise _Fault(f"line {line}: repeats doc_id {doc}, idx {idx} of line {same[0]}")
     offset = _offset(path)
-    second = {doc for doc in requests if offset and doc >= offset and doc - offset in requests}
+    second = {doc for doc in requests if offset and doc >= offset}
     questions = []
-    for doc in (doc for doc in requests if doc not in second):
-        unconditional = requests.get(doc + offset, {}) if offset else {}
+    for doc in requests:
         line = next(iter(requests[doc].values()))[0]
         try:
-            questions.append(_olmo_question(task, doc, requests[doc], unconditional))
+            if doc in second and doc - offset not in requests:
+                raise _Fault(f"is an unconditional request of doc_id {doc - offset}, which is missing")
+            if second and doc not in second and doc + offset not in requests:
+                raise _Fault(f"lacks its unconditional requests, of doc_id {doc + offset}")
+            if doc not in second:
+                unconditional = requests[doc + offset] if second else {}
+                questions.append(_olmo_question(task, doc, requests[doc], unconditional))
         except _Fault as fault:
             raise _Fault(f"line {line}, doc_id {doc}: {fault}") from None
-    return questions, []
+    unused = (
+        ["request.generation_kwargs"] if task.kind == "exact" and "generation_kwargs" in rows[0][1]["request"] else []
+    )
+    return questions, unused
 
 
 def _offset(path: Path) -> int:
@@ -260,18 +273,16 @@ def _olmo_question(
 ) -> Question:
     given = [_olmo_request(requests, idx) for idx in range(len(requests))]
     row, contents = requests[0][1], [given_row["request"] for given_row in given]
-    pairs = tuple((_text(r.get("context"), "context"), _text(r.get("continuation"), "continuation")) for r in contents)
-    continuations = tuple(continuation for _, continuation in pairs)
-    if task.kind != "choices" and len(pairs) > 1:
-        raise _Fault(f"has {len(pairs)} requests; a question of kind = {task.kind} has one")
-    if task.kind == "continuation":
-        return Question(key=str(doc), requests=pairs, continuations=continuations)
-    if "label" not in row:
+    if task.kind != "choices" and len(given) > 1:
+        raise _Fault(f"has {len(given)} requests; a question of kind = {task.kind} has one")
+    if "label" not in row and task.kind != "continuation":
         raise _Fault("lacks label")
     if task.kind == "exact":
-        stop = tuple(_text(text, "stop_sequences") for text in contents[0].get("stop_sequences") or ())
-        answers = _answers(row["label"], "label")
-        return Question(key=str(doc), requests=((pairs[0][0], ""),), continuations=answers, stop=stop)
+        return _olmo_exact(doc, contents[0], row["label"])
+    pairs = tuple((_text(r.get("context"), "context"), _text(r.get("continuation"), "continuation")) for r in contents)
+    continuations = tuple(continuation for _, continuation in pairs)
+    if task.kind == "continuation":
+        return Question(key=str(doc), requests=pairs, continuations=continuations)
     _require_choices(continuations)
     labels = {json.dumps(given_row.get("label")) for given_row in given}
     if len(labels) > 1:
@@ -283,6 +294,14 @@ def _olmo_question(
     without = tuple((_text(r.get("context"), "context"), r["continuation"]) for r in second)
     without = without or tuple(("", text) for text in continuations)
     return Question(key=str(doc), requests=pairs, continuations=continuations, right=right, unconditional=without)
+
+
+def _olmo_exact(doc: int, request: Mapping[str, Any], label: Any) -> Question:
+    stop = tuple(_text(text, "stop_sequences") for text in request.get("stop_sequences") or ())
+    if "" in stop:
+        raise _Fault("stop_sequences contains an empty text")
+    context, answers = _text(request.get("context"), "context"), _answers(label, "label")
+    return Question(key=str(doc), requests=((context, ""),), continuations=answers, stop=stop)
 
 
 def _olmo_request(requests: Mapping[int, tuple[int, dict[str, Any]]], idx: int) -> dict[str, Any]:

@@ -100,10 +100,8 @@ class JsonLines:
             self.close()
         self._open()  # what could not be opened before is tried again
         if self.file:
-            # JSON cannot represent NaN and infinity.
-            finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
             with self._warn_on_write_error():
-                self.file.write(json.dumps(finite).encode() + b"\n")
+                self.file.write(_line(record))
                 self.file.flush()
 
     def rewind(self, step: int) -> None:
@@ -140,8 +138,15 @@ def append_records(folder: Path, records: Iterable[dict[str, Any]]) -> None:
     """Add records to metrics.jsonl of a run that has ended. Raises OSError."""
     path = folder / METRICS_FILE
     require_regular(path)
+    _remove_records_after(math.inf, path)  # only a line that a killed process has not completed
     with path.open("ab") as file:
-        file.write("".join(json.dumps(record | {"timestamp_s": time.time()}) + "\n" for record in records).encode())
+        file.write(b"".join(_line(record | {"timestamp_s": time.time()}) for record in records))
+
+
+def _line(record: dict[str, Any]) -> bytes:
+    # JSON cannot represent NaN and infinity.
+    finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+    return json.dumps(finite).encode() + b"\n"
 
 
 def _remove_records_after(step: float, path: Path) -> None:

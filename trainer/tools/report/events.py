@@ -83,7 +83,8 @@ def _text_of(event: dict[str, Any]) -> str:
         return ", ".join([f"{name}: loss {event['loss']:.6g}", *more])
     if kind == "task":
         shown = [f"{key} {value:.6g}" for key, value in event.items() if key in METRICS_OF_TASKS]
-        return f"{event['task']}: {', '.join(shown)}, over {counted(event['num_questions'], 'question', ',')}"
+        number = f", over {counted(n, 'question', ',')}" if (n := event.get("num_questions")) else ""
+        return f"{event['task']}: {', '.join(shown)}{number}"
     if kind == "rollback":
         return f"training returned to the latest checkpoint; {counted(event['samples'], 'sample', ',')} skipped"
     if kind == "skipped":
@@ -154,7 +155,8 @@ class Cell:
 def evaluated(runs: Sequence[Run]) -> list[str]:
     """Return the names of the curves with losses of evaluations, and of those that stand for tasks."""
     names = dict.fromkeys(name for run in runs for name in run.records.curves)
-    return [*(name for name in names if name.startswith("eval/") and name.endswith("/loss")), *main_scores(runs)]
+    scores = (name for name in main_scores(runs) if name.rpartition("/")[2] in METRICS_OF_TASKS)  # of known direction
+    return [*(name for name in names if name.startswith("eval/") and name.endswith("/loss")), *scores]
 
 
 def overview_of(run: Run, plan: Plan | str | None, losses: Sequence[str]) -> list[Cell]:

@@ -27,6 +27,14 @@ class Curve:
         self.steps.append(step)
         self.values.append(value if math.isfinite(value) else math.nan)
 
+    def put(self, step: int, value: float) -> None:
+        """Insert a value where its step belongs, in place of another one of this step."""
+        i = bisect_left(self.steps, step)
+        if self.steps[i : i + 1] == array("q", [step]):
+            del self.steps[i], self.values[i]
+        self.steps.insert(i, step)
+        self.values.insert(i, value if math.isfinite(value) else math.nan)
+
     def cut(self, step: int) -> None:
         """Remove the values of this step and of later ones."""
         if self.steps and self.steps[-1] >= step:
@@ -77,7 +85,9 @@ class Records:
         if kind in CURVE_KINDS:
             # JSON cannot represent NaN and infinity: they are null.
             for name, value in scalars({k: math.nan if v is None else v for k, v in record.items()}).items():
-                self.curves.setdefault(name, Curve()).append(step, _as_float(value))
+                curve = self.curves.setdefault(name, Curve())
+                # A checkpoint may be evaluated after later ones.
+                (curve.put if kind == "task" else curve.append)(step, _as_float(value))
 
     def _add_axes(self, record: dict[str, Any]) -> None:
         step, first = record["step"], record.get("first_step")

@@ -219,6 +219,7 @@ class Runs:
             "metrics.interval_steps": "1",
             "metrics.sinks": "console,jsonl",
             "evaluation.interval_steps": "0",
+            "evaluation.tasks": "{}",
             "checkpoint.interval_steps": "0",
         }
         _, sizes = resolve_model(config.model)

@@ -179,6 +179,8 @@ def named_settings(condition: Condition) -> set[str]:
     """Return the settings on which a condition depends."""
     if isinstance(condition, Either):
         return set().union(*map(named_settings, condition.members))
+    if isinstance(condition, Evaluates):
+        return {condition.setting, "evaluation.tasks"}
     return {condition.setting}
 
 

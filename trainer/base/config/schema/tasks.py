@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal, NamedTuple
 
-from trainer.base.config.schema.constraint import PER_NODE, Constraint, StepsOrZero
+from trainer.base.config.schema.constraint import Constraint, StepsOrZero
 
 Metric = Literal["acc", "acc_norm", "acc_bytes", "acc_mutual_info", "right_probability", "bits_per_byte", "exact_match"]
 METRICS: dict[str, tuple[Metric, ...]] = {
@@ -15,6 +15,7 @@ METRICS: dict[str, tuple[Metric, ...]] = {
 FALLING: tuple[Metric, ...] = ("bits_per_byte",)
 """Metrics that fall while a model improves. All others rise."""
 
+DEFAULT_STOP = ("\n\n",)
 PYTHON_IDIOMS = "python_idioms"
 """Path of the questions that are part of the trainer."""
 _GENERATED = ("stop", "max_new_tokens", "ignore_case", "ignore_punctuation", "answer_pattern")
@@ -25,7 +26,7 @@ UNUSED = {"choices": _GENERATED, "continuation": (*_GENERATED, *_SCORED), "exact
 
 @dataclass(frozen=True, kw_only=True)
 class TaskConfig:
-    path: Annotated[str, PER_NODE] = ""
+    path: str = ""
     """File of questions, as JSON lines, which may be compressed (docs/tasks.md). "python_idioms": a small set that is part of the
     trainer."""
     kind: Literal["choices", "continuation", "exact"] = "choices"
@@ -43,7 +44,8 @@ class TaskConfig:
     max_seq_len: Annotated[int, Constraint(min=0, max=10**9, unit="tokens")] = 0
     """Number of tokens of a request, at most [training] seq_len; a longer one loses its first tokens. 0: [training] seq_len."""
     save_requests: bool = False
-    """Whether the log-probability of each request is written to tasks/NAME/step-N.jsonl in the run folder."""
+    """Whether the log-probability of each request, or each generated text, is written to tasks/NAME/step-N.jsonl in the run
+    folder."""
     chat: bool = False
     """Whether each context is the message of a user in a chat, whose template also precedes the answer."""
     delimiter: str = " "
@@ -52,8 +54,8 @@ class TaskConfig:
     count_leading_space: bool = True
     """Whether white space at the start of a choice counts as characters and bytes in acc_norm and acc_bytes, as in
     lm-evaluation-harness. The delimiter never counts."""
-    stop: Annotated[tuple[str, ...], Constraint(multiline=True)] = ("\n\n",)
-    """Texts that end what the model generates."""
+    stop: Annotated[tuple[str, ...], Constraint(multiline=True)] = ()
+    """Texts that end what the model generates. Empty: those of the question in OLMo's files, otherwise an empty line."""
     max_new_tokens: Annotated[int, Constraint(min=1, max=10**6, unit="tokens")] = 256
     """Maximum number of tokens of a generated text."""
     ignore_case: bool = False
@@ -61,8 +63,8 @@ class TaskConfig:
     ignore_punctuation: bool = False
     """Whether punctuation (ASCII) is removed before they are compared."""
     answer_pattern: str = ""
-    r"""Regular expression that finds the answer in the generated text, its first group if it has one: "#### (-?[0-9.,]+)". The
-    last match counts. Empty: the whole text."""
+    r"""Regular expression that finds the answer in the generated text, and in right answers that match: its first group, if it
+    has one, as in "#### (-?[0-9.,]+)". The last match counts. Empty: the whole text."""
 
     @property
     def measured(self) -> tuple[Metric, ...]:
