@@ -133,7 +133,7 @@ def _roles(files: Mapping[str, bytes], tokenizer: Tokenizer, ids_in_config: Mapp
     # llama.cpp ends a text at these too. It has two more roles for them.
     ends = dict.fromkeys([*ids_of_ends(ids_in_config), *ids_of_ends(generation)])
     others = [token for token in ends if token != tokenizer.eos]
-    ids |= dict(zip(("eot", "eom"), others, strict=False))
+    ids |= dict(zip(("eot", "eom"), others, strict=False))  # of more, llama.cpp ends at those that it knows by name
     keys = {f"ggml.{role}_token_id": token for role, token in ids.items() if token is not None}
     return keys | {"ggml.add_bos_token": bool(tokenizer.prefix), "ggml.add_eos_token": False}
 
