@@ -61,11 +61,8 @@ def read_questions(task: TaskConfig, key: str) -> tuple[list[Question], list[str
         ConfigError: The file cannot be read, has no question, or a line is none of this kind.
     """
     path = SHIPPED if task.path == PYTHON_IDIOMS else Path(task.path)
-    rows: list[tuple[int, dict[str, Any]]] = []
-    line = 0
     try:
-        for line, row in _rows(path, key):
-            rows.append((line, row))
+        rows = list(_rows(path, key))
         if not rows:
             raise ConfigError(f"{key}.path", "the file has no questions")
         is_olmo = all(name in rows[0][1] for name in _OF_OLMO)
