@@ -76,7 +76,7 @@ def assert_state_follows_from_the_records(folder):
     settings = {"keep_best_on": "held_out", "early_stopping_patience": 2}
     policy = EarlyStopping(EvaluationConfig(**settings), state.early_stopping[0])
     for record in evaluations:
-        policy.observe(expected, "held_out", record["loss"])
+        policy.observe(expected, "held_out", record)
     assert state.early_stopping == expected.early_stopping
     assert policy.reason(state) and not policy.reason(TrainState(early_stopping=[*expected.early_stopping[:2], 1]))
     assert best_step(folder / "checkpoints") == min(evaluations, key=lambda record: record["loss"])["step"]

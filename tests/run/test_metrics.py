@@ -271,7 +271,7 @@ def test_the_console_shows_the_epochs_of_a_run_whose_length_is_given_so(tmp_path
 
 def test_the_remaining_time_counts_down_although_one_window_is_slow():
     remaining = RemainingTime(TrainingConfig(steps=1000))
-    other = {"evaluation_time_s": 0.0, "samples_time_s": 0.0, "checkpoint_time_s": 0.0}
+    other = {"evaluation_time_s": 0.0, "tasks_time_s": 0.0, "samples_time_s": 0.0, "checkpoint_time_s": 0.0}
     first = remaining.after({"first_step": 1, "step": 1, "step_time_s": 60.0} | other)
     assert first == 999 * 60  # there is nothing better yet
     times = []
@@ -281,14 +281,20 @@ def test_the_remaining_time_counts_down_although_one_window_is_slow():
     assert times[0] == 989.0 and times[-1] == pytest.approx(9.0, rel=0.02)
     assert abs(times[49] - 499) < 0.1 * 499, "one slow window changes the estimate by less than a tenth"
     assert all(a > b for a, b in itertools.pairwise(times[50:]))
-    saves = {"evaluation_time_s": 10.0, "samples_time_s": 10.0, "checkpoint_time_s": 10.0}
+    saves = {"evaluation_time_s": 10.0, "tasks_time_s": 0.0, "samples_time_s": 10.0, "checkpoint_time_s": 10.0}
     remaining.forget()
     assert remaining.after({"first_step": 1, "step": 10, "step_time_s": 1.0} | saves) == 990 * 4.0
 
 
 def test_the_remaining_time_counts_samples():
     remaining = RemainingTime(TrainingConfig(steps=20, global_batch_size=2, batch_schedule={"10": 8}))
-    record = {"step_time_s": 1.0, "evaluation_time_s": 0.0, "samples_time_s": 0.0, "checkpoint_time_s": 0.0}
+    record = {
+        "step_time_s": 1.0,
+        "evaluation_time_s": 0.0,
+        "tasks_time_s": 0.0,
+        "samples_time_s": 0.0,
+        "checkpoint_time_s": 0.0,
+    }
     assert remaining.after({"first_step": 1, "step": 2} | record) == 8 + 10 * 4
     assert remaining.after({"first_step": 3, "step": 10} | record) == 10 * 4
     assert remaining.after({"first_step": 11, "step": 15} | record | {"step_time_s": 4.0}) == pytest.approx(5 * 4)

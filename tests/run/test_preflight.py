@@ -27,7 +27,11 @@ def error_of_checks(argv):
     ("flags", "key", "message"),
     [
         (["--data.mixture", "0: wb=1"], "data.mixture", "did you mean 'web'"),
-        (["--evaluation.keep_best_on", "wb"], "evaluation.keep_best_on", "available: web, books; did you mean 'web'?"),
+        (
+            ["--evaluation.keep_best_on", "wb"],
+            "evaluation.keep_best_on",
+            "available: web, books, idioms; did you mean 'web'?",
+        ),
         (
             ["--evaluation.datasets.web", "text:{words}"],
             "evaluation.datasets.web",

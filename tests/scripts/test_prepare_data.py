@@ -79,12 +79,13 @@ def test_the_data_of_a_run_whose_initial_model_does_not_exist_yet_is_prepared(tm
 
 
 def test_data_is_prepared_only_for_a_configuration_that_a_run_accepts(settings):
-    refused = run_script("scripts/prepare_data.py", *settings, "--data.held_out_fraction", "0")
+    without = ["--data.held_out_fraction", "0", "--evaluation.tasks", "{}"]
+    refused = run_script("scripts/prepare_data.py", *settings, *without)
     assert (refused.returncode, refused.stderr.partition(": ")[2]) == (
         2,
-        "needs [data] held_out_fraction or [evaluation] datasets: without evaluation, set interval_steps = 0\n",
+        "needs [data] held_out_fraction, [evaluation] datasets or [evaluation] tasks: without evaluation, set interval_steps = 0\n",
     )
-    accepted = [*settings, "--data.held_out_fraction", "0", "--evaluation.interval_steps", "0"]
+    accepted = [*settings, *without, "--evaluation.interval_steps", "0"]
     assert run_script("scripts/prepare_data.py", *accepted).returncode == 0
 
 

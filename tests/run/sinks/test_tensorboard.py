@@ -21,6 +21,7 @@ from trainer.run.sinks.tensorboard import CHARTS, TensorBoard
 from trainer.tools.testing.ranks import RankError
 
 SINKS = ["--metrics.sinks", "console,jsonl,tensorboard"]
+TASK = ["--evaluation.tasks.idioms.path", "python_idioms"]
 LOADERS = {"default": "auto", "slow": "false"}
 
 
@@ -30,7 +31,9 @@ def runs(ranks, tiny, tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
 
     def run(name, *flags, **faults):
-        ranks(1).run(train, combine([*tiny, *FLAGS, *SINKS, *in_folder(folder / name), *flags]), *faults.values())
+        ranks(1).run(
+            train, combine([*tiny, *FLAGS, *SINKS, *TASK, *in_folder(folder / name), *flags]), *faults.values()
+        )
 
     # The resumed run evaluates at other steps, so the evaluation at step 12 is never repeated.
     with pytest.raises(RankError, match="ended without a result"):
@@ -143,7 +146,7 @@ def test_the_board_has_groups_of_curves_the_configuration_and_the_samples(tmp_pa
     assert "    steps = 30\n" in shown["config.toml"][1][1]
     assert set(events.PluginTagToContent("text")) == set(shown)
     layout = layout_pb2.Layout.FromString(events.Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0])
-    assert [category.title for category in layout.category] == ["losses", "speed", "memory"]
+    assert [category.title for category in layout.category] == ["losses", "tasks", "speed", "memory"]
     assert {e.step for e in events.Scalars("train/loss")} == {1, 3}
 
 
