@@ -83,7 +83,8 @@ def test_data_is_prepared_only_for_a_configuration_that_a_run_accepts(settings):
     refused = run_script("scripts/prepare_data.py", *settings, *without)
     assert (refused.returncode, refused.stderr.partition(": ")[2]) == (
         2,
-        "needs [data] held_out_fraction, [evaluation] datasets or [evaluation] tasks: without evaluation, set interval_steps = 0\n",
+        "needs [data] held_out_fraction, [evaluation] datasets or [evaluation] tasks: "
+        "without evaluation, set interval_steps = 0\n",
     )
     accepted = [*settings, *without, "--evaluation.interval_steps", "0"]
     assert run_script("scripts/prepare_data.py", *accepted).returncode == 0
