@@ -129,8 +129,11 @@ def generate(
 def _choose(logits: Tensor, texts: Sequence["_Text"], group: dist.ProcessGroup | None) -> list[int]:
     """Return the next token of each text. One rank chooses, because processors differ in the last bit of a softmax. logits:
     (texts, vocabulary)."""
-    is_chooser = group is None or group.rank() == 0
-    chosen = [text.choose(row) for text, row in zip(texts, logits.cpu().double(), strict=True)] if is_chooser else []
+    chosen: list[int] = []
+    if group is None or group.rank() == 0:
+        likeliest, is_finite = logits.argmax(-1).tolist(), logits.isfinite().all(-1).tolist()
+        rows = zip(texts, logits, likeliest, is_finite, strict=True)
+        chosen = [text.choose(row, token) if finite else _NO_TOKEN for text, row, token, finite in rows]
     if group is None or group.size() == 1:
         return chosen
     tokens = torch.tensor(chosen or [_NO_TOKEN] * len(texts), device=logits.device)
@@ -151,8 +154,12 @@ class _Text:
         self._text = ""
         self._max_tokens = min(len(self.tokens) + request.max_new_tokens, max_seq_len)
 
-    def choose(self, logits: Tensor) -> int:
-        return sample(logits, self.request.sampling, self._generator) if logits.isfinite().all() else _NO_TOKEN
+    def choose(self, logits: Tensor, likeliest: int) -> int:
+        """Return the next token. logits: (vocabulary,), finite. likeliest: the token with the largest one."""
+        sampling = self.request.sampling
+        if sampling.temperature == 0:  # for all texts at once, on the device
+            return likeliest
+        return sample(logits.cpu().double(), sampling, self._generator)
 
     def put(self, token: int) -> str:
         """Add a token. Return the characters that the text has grown by."""
