@@ -198,6 +198,11 @@ def _gguf_keys(sizes: DeepSeekSizes) -> Keys:
     }
 
 
+def _gguf_remarks(sizes: DeepSeekSizes) -> tuple[str, ...]:
+    what = "llama.cpp takes it for the compressed queries and keys too, instead of 1e-06"
+    return () if sizes.norm_eps == 1e-6 else (f"norm_eps {sizes.norm_eps}: {what}",)
+
+
 def _gguf_rope(sizes: DeepSeekSizes) -> Keys:
     """llama.cpp multiplies cosine and sine by a factor A, and the scores by (A (1 + 0.1 L ln(factor))) ** 2."""
     rope = sizes.rope()
@@ -307,6 +312,7 @@ DEEPSEEK_V3 = ModelSpec(
             )
         },
         fixed=_gguf_fixed,
+        remarks=_gguf_remarks,
         keys=_gguf_keys,
     ),
 )

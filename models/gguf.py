@@ -78,6 +78,8 @@ class Gguf:
     """Function (sizes) -> name of a size -> the only value with which llama.cpp computes, or words for several values."""
     keys: Callable[[Any], Keys] = lambda sizes: {}
     """Function (sizes) -> keys of the architecture that only this family has."""
+    remarks: Callable[[Any], tuple[str, ...]] = lambda sizes: ()
+    """Function (sizes) -> where llama.cpp computes this family a little differently."""
     head_rows: Mapping[str, tuple[HeadRows, ...]] = field(default_factory=dict)
     """Name of a module in a block -> tensors in which the rows of its heads are written."""
 
@@ -135,8 +137,7 @@ def remarks(gguf: Gguf, sizes: Any) -> Iterator[str]:
     if window is not None and not gguf.has_windows:
         what = f"llama.cpp computes no windows for the architecture {gguf.architecture}"
         yield f"window {window}: {what}, so it is the longest context of the file"
-    if gguf.architecture == "deepseek2" and sizes.norm_eps != 1e-6:
-        yield f"norm_eps {sizes.norm_eps}: llama.cpp takes it for the compressed queries and keys too, instead of 1e-06"
+    yield from gguf.remarks(sizes)
 
 
 def context_length(gguf: Gguf, sizes: Any, context_window: int) -> int:

@@ -6,7 +6,6 @@ torchrun --nproc-per-node 4 scripts/evaluate.py outputs/debug --tasks hellaswag 
 """
 
 import argparse
-import os
 import sys
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -21,7 +20,7 @@ if __name__ == "__main__":
 
 from trainer.base.config.argument_types import existing_folder, file_to_write, non_negative_int, positive_int
 from trainer.base.config.arguments import Arguments
-from trainer.base.config.exits import answer_early, one_line_errors, run_to_end
+from trainer.base.config.exits import answer_early, end_process_after, run_to_end
 
 
 def arguments() -> Arguments:
@@ -123,34 +122,26 @@ def record(checkpoint: Path, averaged: bool, scores: Mapping[str, Mapping[str, f
         return
     try:
         with acquire_lock(run.parent) or nullcontext():
-            names = {name: f"lm_eval {name}{' (averages)' if averaged else ''}" for name in scores}
-            append_records(
-                run.parent,
-                (
-                    {"kind": "task", "step": step_of(checkpoint), "task": names[name]} | dict(scores[name])
-                    for name in scores
-                ),
-            )
+            common = {"kind": "task", "step": step_of(checkpoint)}
+            weights = " (averages)" if averaged else ""
+            records = [common | {"task": f"lm_eval {name}{weights}"} | dict(own) for name, own in scores.items()]
+            append_records(run.parent, records)
     except (ConfigError, OSError) as error:
         if dist.get_rank() == 0:
             print_error(f"the scores are not among the records of the run: {error}")
 
 
+def run(args: argparse.Namespace) -> None:
+    require_package("lm_eval", "scripts/evaluate.py")
+    device = devices.select_device(args.device)
+    distributed.init_process_group(DistributedConfig(), device)
+    evaluate(args, device)
+    distributed.shutdown()
+
+
 def main() -> None:
-    parser = arguments()
-    args = parser.parse_args()
-    code = 0
-    try:
-        with one_line_errors():
-            require_package("lm_eval", "scripts/evaluate.py")
-            device = devices.select_device(args.device)
-            distributed.init_process_group(DistributedConfig(), device)
-            evaluate(args, device)
-            distributed.shutdown()
-    except SystemExit as exit:
-        code = exit.code
-    sys.stdout.flush()
-    os._exit(code)  # skip the interpreter's clean-up, during which gloo's threads sometimes abort
+    args = arguments().parse_args()
+    end_process_after(lambda: run(args))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ torchrun --nproc-per-node 2 scripts/generate.py outputs/debug --prompt "def "   
 """
 
 import argparse
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +20,7 @@ if __name__ == "__main__":
 
 from trainer.base.config.argument_types import non_negative_float, non_negative_int, number, positive_int, utf8
 from trainer.base.config.arguments import Arguments
-from trainer.base.config.exits import answer_early, one_line_errors, run_to_end
+from trainer.base.config.exits import answer_early, end_process_after, run_to_end
 
 
 def arguments() -> Arguments:
@@ -163,14 +162,7 @@ def main() -> None:
     for name in ("system", "chat_template"):
         if getattr(args, name) and not args.chat:
             parser.error(f"--{name.replace('_', '-')} has no effect without --chat")
-    code = 0
-    try:
-        with one_line_errors():
-            run(args)
-    except SystemExit as exit:
-        code = exit.code
-    sys.stdout.flush()
-    os._exit(code)  # skip the interpreter's clean-up, during which gloo's threads sometimes abort
+    end_process_after(lambda: run(args))
 
 
 if __name__ == "__main__":

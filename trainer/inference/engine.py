@@ -155,7 +155,12 @@ class _Text:
         self._max_tokens = min(len(self.tokens) + request.max_new_tokens, max_seq_len)
 
     def choose(self, logits: Tensor, likeliest: int) -> int:
-        """Return the next token. logits: (vocabulary,), finite. likeliest: the token with the largest one."""
+        """Return the next token.
+
+        Args:
+            logits: (vocabulary,), finite.
+            likeliest: The token with the largest one.
+        """
         sampling = self.request.sampling
         if sampling.temperature == 0:  # for all texts at once, on the device
             return likeliest

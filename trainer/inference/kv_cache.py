@@ -18,6 +18,7 @@ from models.spec import LayerKind, Structure
 from trainer.base.config import ConfigError
 from trainer.batch import IGNORE_INDEX
 from trainer.inference.next_logits import READ_HERE, NextLogits
+from trainer.parallel.attention import replace_modules
 
 _TOKENS_AT_ONCE = 4096
 """Limit of the tokens of all rows in one forward with a mask. It bounds the memory of long prompts."""
@@ -163,23 +164,16 @@ class KvCache:
             layer = CachedAttention(structure.kinds[kind], *shape, dtype, self.device)
             modules[f"{structure.blocks_path}.{i}.{structure.attention}"] = layer
             self._layers.append(layer)
-        self._replaced = self._replace(modules)
-
-    def _replace(self, modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-        """Replace modules of the model. Return those that were replaced."""
-        replaced = {name: self._model.get_submodule(name) for name in modules}
-        for name, module in modules.items():
-            self._model.set_submodule(name, module)
-        return replaced
+        self._replaced = replace_modules(model, modules)
 
     @contextmanager
     def removed(self) -> Iterator[nn.Module]:
         """Context manager in which the model is as it was without the cache."""
-        cached = self._replace(self._replaced)
+        cached = replace_modules(self._model, self._replaced)
         try:
             yield self._model
         finally:
-            self._replace(cached)
+            replace_modules(self._model, cached)
 
     def reserve(self, rows: int, columns: int) -> None:
         """Provide memory for a batch. Raises ConfigError if memory is lacking."""

@@ -197,8 +197,8 @@ def apply_attention(
         dtype: Dtype of the computation.
         recompute_gathers: Names of the blocks in which backward repeats the gather of keys and values.
     """
-    modules = _modules_of(model, structure, cp, seq_len, by_document, dtype, attention_backend, recompute_gathers)
-    _replace(model, modules)
+    arguments = structure, cp, seq_len, by_document, dtype, attention_backend, recompute_gathers
+    replace_modules(model, _modules_of(model, *arguments))
 
 
 def attention_by_document(
@@ -215,21 +215,22 @@ def attention_by_document(
 
     @contextmanager
     def by_document() -> Iterator[None]:
-        in_training = [{path: model.get_submodule(path) for path in paths} for model, paths in modules]
+        in_training = [(model, replace_modules(model, own)) for model, own in modules]
         try:
-            for model, paths in modules:
-                _replace(model, paths)
             yield
         finally:
-            for (model, _), paths in zip(modules, in_training, strict=True):
-                _replace(model, paths)
+            for model, replaced in in_training:
+                replace_modules(model, replaced)
 
     return by_document
 
 
-def _replace(model: nn.Module, modules: Mapping[str, nn.Module]) -> None:
+def replace_modules(model: nn.Module, modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """Replace modules of a model, which are given by their paths. Return those that were replaced."""
+    replaced = {path: model.get_submodule(path) for path in modules}
     for path, module in modules.items():
         model.set_submodule(path, module)
+    return replaced
 
 
 def _modules_of(

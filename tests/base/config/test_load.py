@@ -572,3 +572,11 @@ def test_each_of_two_flags_about_one_task_has_its_own_origin(tmp_path):
     flags = ["--evaluation.tasks.arc-easy.limit", "7", "--evaluation.tasks.arc-easy.max_seq_len", "4096"]
     with pytest.raises(ConfigError, match=r"^--evaluation.tasks.arc-easy.max_seq_len 4096: must be at most"):
         tasks_of(tmp_path, TASKS, *flags, "--evaluation.tasks.lambada.limit", "3")
+
+
+def test_a_task_with_the_name_of_a_dataset_is_named_with_its_origin(tmp_path):
+    taken = TASKS + '[evaluation.datasets]\nlambada = "text:a.txt"\n'
+    with pytest.raises(ConfigError) as error:
+        tasks_of(tmp_path, taken)
+    message = 'kind = "continuation": the name of a task must differ from those of the evaluation datasets'
+    assert str(error.value).endswith(f"[evaluation.tasks.lambada] {message}")

@@ -70,6 +70,19 @@ def run_to_end(main: Callable[[], None], interrupted: str = "interrupted") -> No
         os._exit(143 if isinstance(interrupt, Terminated) else 130)
 
 
+def end_process_after(work: Callable[[], None]) -> NoReturn:
+    """Call work, whose errors `one_line_errors` prints, and exit without the interpreter's clean-up, during which gloo's threads
+    sometimes abort."""
+    code = 0
+    try:
+        with one_line_errors():
+            work()
+    except SystemExit as exit:
+        code = exit.code
+    sys.stdout.flush()
+    os._exit(code)
+
+
 def _exit_with_line(line: str) -> NoReturn:
     if local_rank():
         time.sleep(5)  # meanwhile local rank 0 prints the line and exits, and the launcher stops this rank

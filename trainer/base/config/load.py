@@ -85,6 +85,7 @@ def _merged(layers: Sequence[Layer]) -> Config:
                 entry_name, _, option = entry[0].partition(".")
                 changed = replace(members[name].get(entry_name, type_()), **{option: value.value})
                 members[name] = {**members[name], entry_name: changed}
+                origins[f"{section}.{name}.{entry_name}"] = value.origin
             else:
                 members[name] = {**members[name], entry[0]: value.value} if entry else value.value
             for named in (key, f"{section}.{name}"):

@@ -48,9 +48,7 @@ class CheckpointConfig:
     export_huggingface: Annotated[bool, Constraint(only_with=(When("checkpoint.enabled"),))] = False
     """Whether to also write the model to the run folder in Hugging Face format after the last step; with [lora] rank, only the
     adapter, in the format of the package peft."""
-    export_gguf: Annotated[
-        Literal["none", "f32", "f16", "bf16", "q8_0", "q4_0"], Constraint(only_with=(When("checkpoint.enabled"),))
-    ] = "none"
+    export_gguf: Annotated[Literal["none", GgufType], Constraint(only_with=(When("checkpoint.enabled"),))] = "none"
     """Type of the matrices in a file for llama.cpp, RUN_FOLDER/model-TYPE.gguf, which is also written after the last step; with
     [lora] rank, the adapter is merged into its base model. "none": no such file. q4_0 keeps the output matrix in q8_0."""
     export_averaged: Annotated[bool, Constraint(only_with=(EXPORTED, When("optimizer.ema_decay")))] = False
