@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -28,6 +29,7 @@ from trainer.base.config.packages import require_package
 from trainer.base.system.files import atomic_write
 from trainer.base.system.spelling import counted
 from trainer.data.datasets import all_dataset_configs, blame_setting
+from trainer.data.prepare.encode import plain_text
 from trainer.data.prepare.limits import Counts, check_number, check_share
 from trainer.data.sources import BadDocument, open_source
 from trainer.data.tokenizer.backends import NUM_SPECIAL, load_tokenizer
@@ -50,15 +52,13 @@ def _documents_of(data: DataConfig, tokenizer: TokenizerConfig) -> Iterator[str]
         raise NO_TEXT
     source = open_source(data, load_tokenizer(tokenizer))
     bad_documents, found = [], 0
-    for document in source.documents():
+    for document in source.documents(lambda document: _text(data, document)):
         if isinstance(document, BadDocument):
             bad_documents.append(document)
             check_number(data, Counts(found, len(bad_documents)), iter(bad_documents))
-        elif isinstance(document, str):
+        else:
             found += 1
             yield document
-        else:
-            raise NO_TEXT
     if not found:
         reason = f"; {bad_documents[0]}" if bad_documents else ""
         raise ConfigError("data.path", f"contains no readable document{reason}")
@@ -66,6 +66,12 @@ def _documents_of(data: DataConfig, tokenizer: TokenizerConfig) -> Iterator[str]
     check_share(data, Counts(found, len(bad_documents), len(source.files), damaged), iter(bad_documents))
     if bad_documents:
         print(f"skipped {counted(len(bad_documents), 'bad document')}; the first: {bad_documents[0]}", file=sys.stderr)
+
+
+def _text(data: DataConfig, document: Any) -> str:
+    if not isinstance(document, str):
+        raise NO_TEXT
+    return plain_text(data, document)
 
 
 def train(texts: Iterator[str], num_ranks: int) -> list[bytes]:

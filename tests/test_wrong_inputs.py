@@ -250,6 +250,7 @@ SCRIPTS = {
     "inspect_samples runs 1": "no such folder; did you mean 'run'?",
     "compare_runs runs run": "no such folder; did you mean 'run'?",
     "train_tokenizer words.txt": "already exists",
+    "train_tokenizer new.tiktoken --data.dataset text --data.path commas.jsonl": 'dataset = "jsonl" reads them',
     "parity --layout tensor=2": "is not a setting of [parallel]",
 }
 """Script and arguments -> text of the line."""

@@ -1,5 +1,5 @@
-"""Measure training steps and the time to the first loss beside other training loops, checkpoint saves, data loading, and the
-parts of a layer with experts, and generation.
+"""Measure training steps and the time to the first loss beside other training loops, checkpoint saves, data loading, the parts of
+a layer with experts, generation, and scores of continuations.
 
 python scripts/dev/benchmark.py peers --model 58m
 python scripts/dev/benchmark.py start --model 58m
@@ -7,6 +7,7 @@ python scripts/dev/benchmark.py checkpoint --gib 0.2
 python scripts/dev/benchmark.py data --mib 16
 python scripts/dev/benchmark.py experts --tokens 512
 python scripts/dev/benchmark.py generation --batch 16
+python scripts/dev/benchmark.py continuations outputs/58m hellaswag/rc_5shot/requests.jsonl.gz
 """
 
 import itertools
@@ -37,6 +38,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from scripts.dev.contenders import CONTENDERS
+from scripts.dev.continuations import print_continuations
 from scripts.dev.expert_layer import print_experts
 from scripts.dev.generation import print_generation
 from scripts.dev.peers import MODELS, TOLERANCES, print_peers, print_start
@@ -215,12 +217,14 @@ def _parser() -> Arguments:
     of_start = "seconds from the command to the first loss, of this trainer and of a plain training loop"
     of_experts = "time of one layer with experts (forward and backward), of its parts, and of a loop over its experts"
     of_generation = "new tokens per second of a batch of texts beside one text at a time"
+    of_continuations = "seconds to score continuations of contexts, beside lm-evaluation-harness with transformers"
     peers = commands.add_parser("peers", help=of_peers, doc=of_peers)
     start = commands.add_parser("start", help=of_start, doc=of_start)
     checkpoint = commands.add_parser("checkpoint", help=of_saves, doc=of_saves)
     data = commands.add_parser("data", help=of_data, doc=of_data)
     experts = commands.add_parser("experts", help=of_experts, doc=of_experts)
     generation = commands.add_parser("generation", help=of_generation, doc=of_generation)
+    continuations = commands.add_parser("continuations", help=of_continuations, doc=of_continuations)
     for command, option, default, text in (
         (peers, "threads", 2, "number of CPU threads"),
         (peers, "steps", 5, "number of steps in a repeat"),
@@ -237,9 +241,17 @@ def _parser() -> Arguments:
         (generation, "batch", 16, "number of texts"),
         (generation, "threads", 2, "number of CPU threads"),
         (generation, "repeats", 3, "number of turns of each way; the table shows their medians"),
+        (continuations, "count", 250, "number of questions"),
+        (continuations, "threads", 2, "number of CPU threads"),
+        (continuations, "repeats", 3, "number of turns of each way; the table shows their medians"),
         (experts, "repeats", 5, "number of turns of each part; the table shows the medians"),
     ):
         command.add_argument(f"--{option}", type=positive_int, default=default, metavar="N", help=text)
+    continuations.add_argument("run", type=existing_folder, help="run folder, whose newest checkpoint is measured")
+    continuations.add_argument("questions", type=Path, help='file of a task of kind "choices"')
+    continuations.add_argument(
+        "--batch-sizes", nargs="+", type=positive_int, default=[1, 8, 32], metavar="N", help="of transformers"
+    )
     checkpoint.add_argument("--gib", type=positive_float, default=1.2, metavar="X", help="size of the state in GiB")
     for command in (checkpoint, data):
         command.add_argument(
@@ -292,6 +304,7 @@ def main() -> None:
         "data": print_data,
         "experts": print_experts,
         "generation": print_generation,
+        "continuations": print_continuations,
     }
     runs[args.pop("command")](**args)
 

@@ -67,14 +67,21 @@ def our_answers(folder, tp):
     return answers(model), tokens, prompts
 
 
-@pytest.mark.parametrize(("size", "tp"), [(1, 1), (2, 1), (2, 2)])
-def test_answers_are_those_of_the_harness_on_the_export(ranks, run, size, tp):
+@pytest.fixture(scope="module")
+def of_harness(run) -> tuple[HFLM, dict[str, list]]:
+    """The harness's model of the export, and its answers."""
     hf = HFLM(str(run / "huggingface"), dtype="float32", device="cpu", batch_size=1)
     expected = answers(hf)
     # The harness prepends BOS to a text that the tokenizer has already prepended it to.
     hf.add_bos_token = False
     expected["loglikelihood_rolling"] = hf.loglikelihood_rolling(requests()["loglikelihood_rolling"])
     hf.add_bos_token = None
+    return hf, expected
+
+
+@pytest.mark.parametrize(("size", "tp"), [(1, 1), (2, 1), (2, 2)])
+def test_answers_are_those_of_the_harness_on_the_export(ranks, run, of_harness, size, tp):
+    hf, expected = of_harness
     for ours, tokens, prompts in ranks(size).run(our_answers, run, tp):
         assert tokens == [[hf.tok_encode(text, add) for add in (None, True, False)] for text in TEXTS]
         assert prompts == [hf.apply_chat_template(CHAT), hf.apply_chat_template(CHAT, add_generation_prompt=False)]

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from models.spec import Head
+from trainer.objective.cross_entropy import local_rows
 
 READ_HERE = 0
 """Label of the position whose logits are read. All other positions have no label."""
@@ -21,17 +22,15 @@ def logits_of(hidden: Tensor, weight: Tensor, softcap: float | None) -> Tensor:
         weight: Of the output. Under tensor parallelism, a DTensor.
         softcap: Limit of the logits.
     """
-    local = weight.to_local() if isinstance(weight, DTensor) else weight
+    local, first, group = local_rows(weight)
     logits = F.linear(hidden, local.to(hidden.dtype)).float()
     if softcap is not None:
         logits = softcap * (logits / softcap).tanh()
-    if not isinstance(weight, DTensor):
+    if group is None:
         return logits
-    mesh = weight.device_mesh
-    first = -(-weight.shape[0] // mesh.size()) * mesh.get_local_rank()
     result = logits.new_zeros(len(hidden), weight.shape[0])
     result[:, first : first + logits.shape[1]] = logits
-    dist.all_reduce(result, group=mesh.get_group())
+    dist.all_reduce(result, group=group)
     return result
 
 

@@ -237,15 +237,23 @@ def _local_projection(
         hidden: (batch, seq, dim). Under tensor parallelism, a replicated DTensor.
         weight: (vocab, dim). Under tensor parallelism, a DTensor that is sharded along the vocabulary.
     """
-    first_row, group = 0, None
-    if isinstance(weight, DTensor):
-        mesh = weight.device_mesh
-        rows_per_rank = -(-weight.shape[0] // mesh.size())  # as in DTensor: the last ranks may have fewer
-        first_row, group = rows_per_rank * mesh.get_local_rank(), mesh.get_group()
+    weight, first_row, group = local_rows(weight)
+    if isinstance(hidden, DTensor):
         hidden = hidden.to_local(grad_placements=[Partial()])  # each rank's rows contribute to the gradient
-        weight = weight.to_local()
     projection = _Projection(labels.flatten(), first_row, group, softcap, chunk_tokens, compiled, z_loss)
     return hidden.flatten(0, 1), weight, projection
+
+
+def local_rows(weight: Tensor) -> tuple[Tensor, int, dist.ProcessGroup | None]:
+    """Return this rank's rows of a weight, the index of the first one, and the ranks that share the rows.
+
+    weight: (vocab, dim). Under tensor parallelism, a DTensor that is sharded along the vocabulary.
+    """
+    if not isinstance(weight, DTensor):
+        return weight, 0, None
+    mesh = weight.device_mesh
+    rows_per_rank = -(-weight.shape[0] // mesh.size())  # as in DTensor: the last ranks may have fewer
+    return weight.to_local(), rows_per_rank * mesh.get_local_rank(), mesh.get_group()
 
 
 def token_losses(

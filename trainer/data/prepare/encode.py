@@ -30,14 +30,19 @@ def encoder(config: DataConfig, tokenizer: Tokenizer) -> Callable[[Any], Encoded
     if config.dataset in CHAT_DATASETS:
         encode = _encode_chat if config.dataset == "chat" else _encode_pair
         return partial(_valid, partial(encode, chat_format(config, tokenizer)), config.columns)
-    return partial(_encode_text, tokenizer, config.dataset == "text")
+    return partial(_encode_text, tokenizer, config)
 
 
-def _encode_text(tokenizer: Tokenizer, is_file: bool, text: str) -> Encoded:
-    """Encode a text, with EOS after it, and with BOS before it if the tokenizer adds one. is_file: whether it is a file."""
-    if records := records_in(text, is_file):
+def plain_text(config: DataConfig, text: str) -> str:
+    """Return a text of the dataset. Raises InvalidDocument if it holds records."""
+    if records := records_in(text, is_file=config.dataset == "text"):
         raise InvalidDocument(records)
-    inner, start = tokenizer.encode_array(text), len(tokenizer.prefix)
+    return text
+
+
+def _encode_text(tokenizer: Tokenizer, config: DataConfig, text: str) -> Encoded:
+    """Encode a text, with EOS after it, and with BOS before it if the tokenizer adds one."""
+    inner, start = tokenizer.encode_array(plain_text(config, text)), len(tokenizer.prefix)
     tokens = np.empty(start + len(inner) + 1, np.uint32)
     tokens[:start], tokens[start:-1], tokens[-1] = tokenizer.prefix, inner, tokenizer.eos
     return Encoded(tokens)

@@ -73,9 +73,10 @@ class Source:
         for start in range(0, max(num_bytes, 1), chunk_bytes):  # an empty file has one span, so that it is counted
             yield Span(path, start, min(start + chunk_bytes, num_bytes))
 
-    def documents(self) -> Iterator[Document | BadDocument]:
+    def documents(self, transform: Callable[[Any], Any] = lambda document: document) -> Iterator[Any]:
+        """Yield transform(document) for each document, or a BadDocument. See Reader."""
         for path in self.files:
-            yield from self.read(Span(path, 0, os.path.getsize(path)), lambda document: document)
+            yield from self.read(Span(path, 0, os.path.getsize(path)), transform)
 
 
 def too_long(max_bytes: int) -> str:
