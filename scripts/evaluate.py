@@ -10,6 +10,7 @@ import sys
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -58,7 +59,7 @@ import torch.distributed as dist
 from trainer.base.config import ConfigError, DistributedConfig
 from trainer.base.config.checkpoints import resolve_checkpoint, why_chosen
 from trainer.base.config.packages import require_package
-from trainer.base.system.files import atomic_write
+from trainer.base.system.files import atomic_write, describe
 from trainer.base.system.run_files import CHECKPOINTS, METRICS_FILE, step_of
 from trainer.base.system.streams import print_error, print_line
 from trainer.checkpoint.formats.folders import metadata_and_generation
@@ -93,7 +94,6 @@ def evaluate(args: argparse.Namespace, device: torch.device) -> None:
     try:
         results = harness.run_tasks(
             generator,
-            args.tp,
             args.tasks.split(","),
             args.include_path,
             num_fewshot=args.num_fewshot,
@@ -107,28 +107,37 @@ def evaluate(args: argparse.Namespace, device: torch.device) -> None:
         print(harness.table(results))
         if args.output:
             atomic_write(args.output, harness.as_json(results))
-    record(generator.folder, args.averaged, {} if dist.get_rank() else harness.scores(results))
+    if args.limit is None:  # the score of some documents would stand for the task
+        way = "" if args.num_fewshot is None else f" {args.num_fewshot}-shot"
+        way += (" chat" if args.apply_chat_template else "") + (" (averages)" if args.averaged else "")
+        record(generator.folder, {} if dist.get_rank() else {k + way: v for k, v in harness.scores(results).items()})
 
 
-def record(checkpoint: Path, averaged: bool, scores: Mapping[str, Mapping[str, float]]) -> None:
+def record(checkpoint: Path, scores: Mapping[str, Mapping[str, float]]) -> None:
     """Add the scores to the records of a run, collectively, if it has ended.
 
     Args:
         checkpoint: What was evaluated. Nothing is recorded unless it is a checkpoint of a run.
-        averaged: Whether the averaged weights were evaluated.
         scores: Task -> metric -> value, on rank 0.
     """
-    if checkpoint.parent.name != CHECKPOINTS or not (run := checkpoint.parent.parent / METRICS_FILE).exists():
+    run = checkpoint.parent.parent
+    if not distributed.run_on_rank_0(lambda: checkpoint.parent.name == CHECKPOINTS and (run / METRICS_FILE).exists()):
         return
+    common = {"kind": "task", "step": step_of(checkpoint)}
+    records = [common | {"task": f"lm_eval {name}"} | dict(own) for name, own in scores.items()]
     try:
-        with acquire_lock(run.parent) or nullcontext():
-            common = {"kind": "task", "step": step_of(checkpoint)}
-            weights = " (averages)" if averaged else ""
-            records = [common | {"task": f"lm_eval {name}{weights}"} | dict(own) for name, own in scores.items()]
-            append_records(run.parent, records)
-    except (ConfigError, OSError) as error:
+        with acquire_lock(run) or nullcontext():
+            distributed.run_on_rank_0(lambda: _append(run, records))
+    except ConfigError as error:
         if dist.get_rank() == 0:
             print_error(f"the scores are not among the records of the run: {error}")
+
+
+def _append(run: Path, records: list[dict[str, Any]]) -> None:
+    try:
+        append_records(run, records)
+    except OSError as error:
+        raise ConfigError("", describe(error)) from None
 
 
 def run(args: argparse.Namespace) -> None:

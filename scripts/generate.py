@@ -68,7 +68,7 @@ from trainer.base.config.checkpoints import why_chosen
 from trainer.base.system.streams import print_line
 from trainer.data.chat.format import ChatFormat
 from trainer.data.chat.template import TemplateFailure
-from trainer.inference.engine import NON_FINITE, Request, Sampling
+from trainer.inference.engine import NON_FINITE, Sampling, TextRequest
 from trainer.inference.generate import TextGenerator
 from trainer.runtime import device as devices
 from trainer.runtime import distributed
@@ -83,7 +83,7 @@ def print_on_rank_0(text: str) -> None:
         print(text, end="", flush=True)
 
 
-def answer_printed(generator: TextGenerator, request: Request) -> str:
+def answer_printed(generator: TextGenerator, request: TextRequest) -> str:
     """Print the answer while it is generated. Return its text."""
     (answer,) = generator.generate([request], lambda index, text: print_on_rank_0(text))
     if answer.end == "non-finite":
@@ -112,7 +112,7 @@ def chat(generator: TextGenerator, chat_format: ChatFormat, settings: dict[str, 
     stop = {*chat_format.end_of_turn, *generator.stop}
     for line in user_lines():
         messages.append({"role": "user", "content": line})
-        request = Request(prompt=chat_format.prompt(messages), stop_tokens=stop, **settings)
+        request = TextRequest(prompt=chat_format.prompt(messages), stop_tokens=stop, **settings)
         messages.append({"role": "assistant", "content": answer_printed(generator, request)})
 
 

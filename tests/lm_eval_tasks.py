@@ -8,6 +8,8 @@ import numpy as np
 
 from trainer.data.tasks.questions import Question
 
+MAX_NEW_TOKENS = 6
+
 
 def write_task(folder: Path, name: str, kind: str, questions: list[Question]) -> None:
     """Write a local task of lm-evaluation-harness, whose target delimiter is empty."""
@@ -16,13 +18,17 @@ def write_task(folder: Path, name: str, kind: str, questions: list[Question]) ->
         contexts = {context for context, _ in question.requests}
         assert len(contexts) == 1
         row = {"context": contexts.pop(), "choices": [text for _, text in question.requests], "gold": question.right}
-        rows.append(row | {"continuation": row["choices"][0]})
+        rows.append(row | {"continuation": (row["choices"] if kind != "exact" else question.continuations)[0]})
     folder.mkdir(parents=True, exist_ok=True)
     data = folder / f"{name}.json"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     choices = {"doc_to_choice": "choices", "doc_to_target": "gold", "output_type": "multiple_choice"}
     continuation = {"doc_to_target": "continuation", "output_type": "loglikelihood"}
-    metrics = ["acc", "acc_norm", "acc_bytes", "acc_mutual_info"] if kind == "choices" else ["acc"]
+    metrics = {"choices": ["acc", "acc_norm", "acc_bytes", "acc_mutual_info"], "exact": ["exact_match"]}.get(
+        kind, ["acc"]
+    )
+    generated = {"doc_to_target": "continuation", "output_type": "generate_until"}
+    generated["generation_kwargs"] = {"until": ["\n\n"], "max_gen_toks": MAX_NEW_TOKENS, "do_sample": False}
     task = {
         "task": name,
         "dataset_path": "json",
@@ -31,7 +37,7 @@ def write_task(folder: Path, name: str, kind: str, questions: list[Question]) ->
         "doc_to_text": "context",
         "target_delimiter": "",
         "metric_list": [{"metric": m, "aggregation": "mean", "higher_is_better": True} for m in metrics],
-        **(choices if kind == "choices" else continuation),
+        **{"choices": choices, "continuation": continuation, "exact": generated}[kind],
     }
     (folder / f"{name}.yaml").write_text(json.dumps(task))  # JSON is YAML
 
@@ -66,6 +72,12 @@ def _pair(answer) -> tuple[float, bool]:
     ((log_prob, is_greedy),) = answer
     is_true = is_greedy in (True, "True")
     return float(log_prob), is_true
+
+
+def texts(results: dict, name: str) -> list[str]:
+    """Return the generated text of each question, in the order of the questions."""
+    samples = sorted(results["samples"][name], key=lambda sample: sample["doc_id"])
+    return [sample["resps"][0][0] for sample in samples]
 
 
 def own_scores(path: Path) -> list[list[tuple[float, bool]]]:

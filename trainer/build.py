@@ -29,6 +29,7 @@ from trainer.checkpoint.resume import ResumePoint
 from trainer.data.sampling.loader import BatchPartition
 from trainer.engine import Engine, build_model_parts, build_objective
 from trainer.evaluate import Evaluator
+from trainer.inference.in_training import TrainingGenerator
 from trainer.inference.samples import SampleGenerator
 from trainer.initial_model import InitialModel
 from trainer.objective.objective import Objective
@@ -97,14 +98,15 @@ def build_trainer(
         checkpoints.restore(point, state)
     _record_start(run, resolved, device, point, state)
     stop = StopRequest(console.info)
+    generator = _build_generator(run, resolved, initial, partition, device)
     return Trainer(
         config=run.config,
         state=state,
         engine=engine,
         data=TrainingData(run.config, replace(run.datasets, training=initial.training), partition, device),
-        samples=_build_samples(run, resolved, initial, partition, device),
+        samples=_build_samples(run, generator),
         evaluator=_build_evaluator(run, initial, partition, device, evaluation_objective),
-        tasks=_build_tasks(run, resolved, initial, engine, meshes, partition),
+        tasks=_build_tasks(run, resolved, engine, meshes, generator),
         checkpoints=checkpoints,
         early_stopping=EarlyStopping(config.evaluation, checkpoints.best.identity),
         monitor=StepMonitor(config.resilience, engine.optimizer.device),
@@ -205,19 +207,25 @@ def _record_start(
     )
 
 
-def _build_samples(
+def _build_generator(
     run: CheckedRun, resolved: ResolvedRun, initial: InitialModel, partition: BatchPartition, device: torch.device
-) -> SampleGenerator:
+) -> TrainingGenerator:
+    return TrainingGenerator(
+        tokenizer=run.text.tokenizer,
+        stop_tokens=frozenset(ids_of_ends(json.loads(initial.files[GENERATION_CONFIG]))),
+        partition=partition,
+        device=device,
+        seq_len=run.config.training.seq_len,
+        vocab_size=resolved.sizes.vocab_size,
+    )
+
+
+def _build_samples(run: CheckedRun, generator: TrainingGenerator) -> SampleGenerator:
     return SampleGenerator(
         config=run.config.samples,
         prompts=run.prompts,
         is_chat=run.text.is_chat,
-        tokenizer=run.text.tokenizer,
-        stop=_stop_tokens(initial),
-        vocab_size=resolved.sizes.vocab_size,
-        seq_len=run.config.training.seq_len,
-        partition=partition,
-        device=device,
+        generator=generator,
         steps=run.config.training.steps,
     )
 
@@ -239,10 +247,9 @@ def _build_evaluator(
 def _build_tasks(
     run: CheckedRun,
     resolved: ResolvedRun,
-    initial: InitialModel,
     engine: Engine,
     meshes: Meshes,
-    partition: BatchPartition,
+    generator: TrainingGenerator,
 ) -> TaskEvaluator:
     config, training = run.config, run.config.training
     by_document = nullcontext
@@ -253,23 +260,15 @@ def _build_tasks(
     return TaskEvaluator(
         config=run.config.evaluation,
         tasks=run.tasks,
-        partition=partition,
+        partition=generator.partition,
         device=engine.device,
         steps=training.steps,
         chunk_tokens=training.loss_chunk_tokens,
         compiled=resolved.compiled,
         by_document=by_document,
-        tokenizer=run.text.tokenizer,
-        stop_tokens=_stop_tokens(initial),
-        seq_len=training.seq_len,
-        vocab_size=resolved.sizes.vocab_size,
+        generator=generator,
         folder=run.config.run.folder,
     )
-
-
-def _stop_tokens(initial: InitialModel) -> frozenset[int]:
-    """Return the tokens that end a text."""
-    return frozenset(ids_of_ends(json.loads(initial.files[GENERATION_CONFIG])))
 
 
 def _build_metrics(run: CheckedRun, resolved: ResolvedRun, engine: Engine, epochs: float | None) -> Metrics:

@@ -18,7 +18,7 @@ class TrainState:
     skipped_samples: list[tuple[int, int]] = field(default_factory=list)
     """Half-open ranges of the sample order that rollbacks skipped, sorted and disjoint."""
     best: list[Any] = field(default_factory=list)
-    """State of BestTracker, which tracks the checkpoint with the lowest evaluation loss."""
+    """State of BestTracker, which tracks the best checkpoint by keep_best_on."""
     early_stopping: list[Any] = field(default_factory=list)
     """Memory of EarlyStopping."""
     health: list[Any] = field(default_factory=list)

@@ -24,13 +24,13 @@ from trainer.base.system.spelling import counted
 from trainer.data.chat.template import TemplateFailure
 from trainer.data.prepare.encode import chat_format
 from trainer.data.sampling.loader import BatchPartition
-from trainer.data.tasks.encode import Request, RequestEncoder, RequestTooLong
+from trainer.data.tasks.encode import Request, RequestEncoder, UnusableRequest
 from trainer.data.tasks.packed_requests import PackedRequests
 from trainer.data.tasks.questions import Question, read_questions
 from trainer.data.tokenizer.protocol import Tokenizer
-from trainer.inference.engine import Request as TextRequest
-from trainer.inference.engine import Sampling
-from trainer.inference.in_training import generate_in_training
+from trainer.inference.engine import Sampling, TextRequest
+from trainer.inference.in_training import Loading, TrainingGenerator
+from trainer.inference.text import without_special_tokens
 from trainer.objective.document_scores import score_requests
 from trainer.objective.task_metrics import (
     Values,
@@ -41,13 +41,11 @@ from trainer.objective.task_metrics import (
     means,
 )
 from trainer.parallel.step import Step
-from trainer.runtime.distributed import all_gather_objects, run_on_rank_0
+from trainer.runtime.distributed import run_on_rank_0
 from trainer.state import is_due
 
 FOLDER = "tasks"
 """Folder of the results of single requests in the run folder."""
-Loading = Callable[[], AbstractContextManager[None]]
-"""Returns the context manager of the wait for one microbatch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +60,8 @@ class Task:
     packed: PackedRequests
     prompts: Sequence[Sequence[int]]
     """Tokens after which the model generates, of each question of an exact task. Other tasks have requests instead."""
+    end_of_turn: frozenset[int]
+    """Tokens that end a generated answer, beside those of the model: in a chat, those of its template."""
 
     @property
     def identity(self) -> str:
@@ -77,7 +77,8 @@ class Task:
 
 
 def load_tasks(evaluation: EvaluationConfig, data: DataConfig, tokenizer: Tokenizer, seq_len: int) -> list[Task]:
-    """Read and encode the tasks that a run uses, collectively. Raises ConfigError if a task cannot be used.
+    """Read and encode the tasks that a run uses, on rank 0, so that all ranks have the same questions. Raises ConfigError if a
+    task cannot be used.
 
     Args:
         evaluation: The tasks.
@@ -85,18 +86,8 @@ def load_tasks(evaluation: EvaluationConfig, data: DataConfig, tokenizer: Tokeni
         tokenizer: Tokenizer of the run.
         seq_len: Length of the sequences in training.
     """
-    tasks, problem = [], None
-    for name, config in evaluation.tasks.items():
-        if not evaluation.interval_of(name):
-            continue
-        try:
-            tasks.append(_load_task(name, config, data, tokenizer, seq_len))
-        except ConfigError as error:
-            problem = error.key, error.message
-            break
-    if problem := next(filter(None, all_gather_objects(problem)), None):
-        raise ConfigError(*problem)
-    return tasks
+    used = {name: config for name, config in evaluation.tasks.items() if evaluation.interval_of(name)}
+    return run_on_rank_0(lambda: [_load_task(*task, data, tokenizer, seq_len) for task in used.items()])
 
 
 def _load_task(name: str, config: TaskConfig, data: DataConfig, tokenizer: Tokenizer, seq_len: int) -> Task:
@@ -125,10 +116,18 @@ def _load_task(name: str, config: TaskConfig, data: DataConfig, tokenizer: Token
                 prompts.append(encode.prompt(question.requests[0][0], room))
             else:
                 requests.append([encode(*pair) for pair in _pairs(config, question)])
-        except (RequestTooLong, TemplateFailure) as failure:
+        except (UnusableRequest, TemplateFailure) as failure:
             raise ConfigError(f"{key}.path", f"question {question.key}: {failure}") from None
     packed = PackedRequests.pack(requests, seq_len)
-    return Task(name=name, config=config, questions=questions, requests=requests, packed=packed, prompts=prompts)
+    return Task(
+        name=name,
+        config=config,
+        questions=questions,
+        requests=requests,
+        packed=packed,
+        prompts=prompts,
+        end_of_turn=frozenset(() if chat is None else chat.end_of_turn),
+    )
 
 
 def _pairs(config: TaskConfig, question: Question) -> tuple[tuple[str, str], ...]:
@@ -151,22 +150,17 @@ class TaskEvaluator:
     """See CrossEntropyHead."""
     by_document: Callable[[], AbstractContextManager[None]]
     """Context manager in which attention ends at document boundaries."""
-    tokenizer: Tokenizer
-    stop_tokens: frozenset[int]
-    """Tokens that end a text."""
-    seq_len: int
-    """Length of the sequences in training."""
-    vocab_size: int
-    """Number of rows of the output weight."""
+    generator: TrainingGenerator
     folder: Path
     """Run folder."""
 
     def due(self, step: int) -> bool:
         return bool(self.due_tasks(step))
 
-    def due_tasks(self, step: int) -> list[Task]:
-        """Return the tasks that are used after a step."""
-        return [task for task in self.tasks if is_due(step, self.config.interval_of(task.name), self.steps)]
+    def due_tasks(self, step: int, others: bool = False) -> list[Task]:
+        """Return the tasks that are used after a step, or the others."""
+        due = {task.name: is_due(step, self.config.interval_of(task.name), self.steps) for task in self.tasks}
+        return [task for task in self.tasks if due[task.name] != others]
 
     def run(self, task: Task, step: Step, loading: Loading, number: int) -> dict[str, float]:
         """Return the metrics of a task, the numbers of its questions and tokens, collectively: the same on all ranks.
@@ -198,13 +192,13 @@ class TaskEvaluator:
     def _generate(self, task: Task, step: Step, loading: Loading) -> tuple[list[Values], list[dict[str, Any]], int]:
         """Return the values of the questions of an exact task, a line for the file of results for each, and the number of new
         tokens."""
-        start_s, size, answers = time.monotonic(), self.partition.ranks * self.partition.local_batch_size, []
-        special = set(self.tokenizer.special_tokens.values())
+        start_s, size, tokenizer = time.monotonic(), self.generator.max_rows, self.generator.tokenizer
+        special, answers = set(tokenizer.special_tokens.values()), []
         requests = [
             TextRequest(
                 prompt=prompt,
                 sampling=Sampling(temperature=0.0),
-                stop_tokens=self.stop_tokens,
+                stop_tokens=self.generator.stop_tokens | task.end_of_turn,
                 stop=task.config.stop or question.stop or DEFAULT_STOP,
                 max_new_tokens=task.config.max_new_tokens,
                 continues=() if task.config.chat else [token for token in prompt if token not in special],
@@ -214,19 +208,14 @@ class TaskEvaluator:
         for first in range(0, len(requests), size):
             if first and self._is_late(task, start_s):
                 break
-            answers += generate_in_training(
-                requests[first : first + size],
-                step,
-                self.partition,
-                self.device,
-                loading,
-                self.tokenizer,
-                self.seq_len,
-                self.vocab_size,
-            )
-        answered = list(zip(task.questions, answers, strict=False))
-        values = [exact_values(task.config, question, answer.text) for question, answer in answered]
-        lines = [{"question": question.key, "text": answer.text} for question, answer in answered]
+            answers += self.generator.generate(requests[first : first + size], step, loading)
+        texts = [
+            None if answer.end == "non-finite" else without_special_tokens(tokenizer, answer.tokens, request.stop)
+            for request, answer in zip(requests, answers, strict=False)
+        ]
+        answered = list(zip(task.questions, texts, strict=False))
+        values = [exact_values(task.config, question, text) for question, text in answered]
+        lines = [{"question": question.key, "text": text} for question, text in answered]
         return values, lines, sum(len(answer.tokens) for answer in answers)
 
     def _score(self, task: Task, step: Step, loading: Loading) -> tuple[list[Values], list[dict[str, Any]]]:

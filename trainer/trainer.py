@@ -166,6 +166,8 @@ class Trainer:
         if self.evaluator.due(step) or self.tasks.due(step):
             self.evaluate()
         stops_early = bool(self.early_stopping.reason(self.state))
+        if stops_early:  # after the last step, all are used
+            self.evaluate(others=True)
         if self.samples.due(step) or (stops_early and self.samples.prompts):
             self.sample()
         last = asked_to_stop or step == self.config.training.steps or stops_early
@@ -184,20 +186,20 @@ class Trainer:
         values |= {name: value.item() for name, value in result.routing.items()}
         self.metrics.log_step(self.state, outcome, self._lr(self.state.step), values)
 
-    def evaluate(self) -> None:
-        """Evaluate on the evaluation datasets and on the tasks that are due."""
+    def evaluate(self, others: bool = False) -> None:
+        """Evaluate on the evaluation datasets and on the tasks that are due, or on all others."""
         step, forward = self.state.step, self.engine.forward_backward
         weights = " (averages)" if self.config.evaluation.averaged else ""
         if self.checkpoints.best.criterion.name:
             self._wait_for_saves()
         devices.synchronize(self.engine.device)  # the section must not include the work of the step
         with self.watchdog.evaluating(), self._evaluated_weights():
-            for dataset in self.evaluator.datasets if self.evaluator.due(step) else ():
+            for dataset in self.evaluator.datasets if self.evaluator.due(step) != others else ():
                 with self.metrics.section("evaluation") as seconds:
                     result = self.evaluator.run(dataset, forward, self.watchdog.loading)
                 line = evaluation_line(f"{dataset.name}{weights}", result, self.evaluator.objective)
                 self._log_result("eval", "dataset", dataset.name, line, result | {"evaluation_time_s": seconds()})
-            for task in self.tasks.due_tasks(step):
+            for task in self.tasks.due_tasks(step, others):
                 with self.metrics.section("tasks") as seconds:
                     result = self.tasks.run(task, forward, self.watchdog.loading, step)
                 line = f"{task_line(f'{task.name}{weights}', task, result)} in {seconds():.1f} s"

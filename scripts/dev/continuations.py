@@ -3,9 +3,10 @@
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
@@ -14,7 +15,8 @@ from trainer.base.config import ConfigError, DistributedConfig, TaskConfig
 from trainer.base.config.packages import require_package
 from trainer.checkpoint.formats.folders import open_weights
 from trainer.checkpoint.formats.huggingface_writer import write_huggingface
-from trainer.data.tasks.packed_requests import PackedRequests
+from trainer.data.tasks import packed_requests
+from trainer.data.tasks.encode import Request
 from trainer.data.tasks.questions import read_questions
 from trainer.inference.generate import TextGenerator
 from trainer.runtime import distributed
@@ -23,6 +25,7 @@ from trainer.tools.testing.layouts import Table
 _LIMIT = 1e-4
 """Largest accepted relative deviation of a log-probability."""
 
+_UNITS = packed_requests._units
 Way = Callable[[], list[tuple[float, bool]]]
 
 
@@ -42,23 +45,19 @@ def print_continuations(
     Raises:
         ConfigError: The questions cannot be read, or the ways do not agree.
     """
-    require_package("lm_eval", "benchmark.py continuations")
-    from lm_eval.api.instance import Instance
-    from lm_eval.models.huggingface import HFLM
-
-    from trainer.inference.harness import HarnessModel
-
+    transformers_model = require_package("lm_eval.models.huggingface", "").HFLM
+    harness = require_package("trainer.inference.harness", "")
     torch.set_num_threads(threads)
     device = torch.device("cpu")
     distributed.init_process_group(DistributedConfig(), device)
     task = TaskConfig(path=str(questions), kind="choices", limit=count)
     pairs = [pair for question in read_questions(task, "QUESTIONS")[0] for pair in question.requests]
-    requests = [Instance("loglikelihood", {}, pair, i) for i, pair in enumerate(pairs)]
+    requests = [harness.Instance("loglikelihood", {}, pair, i) for i, pair in enumerate(pairs)]
     generator = TextGenerator.load(run, torch.float32, device, 0, "")
-    ours = HarnessModel(generator, tp=1)
+    ours = harness.HarnessModel(generator)
 
     def each_context_again() -> list[tuple[float, bool]]:
-        with mock.patch.object(PackedRequests, "pack", partial(PackedRequests.pack, share=False)):
+        with mock.patch.object(packed_requests, "_units", _units_of_one):
             return ours.loglikelihood(requests)
 
     ways: dict[str, Way] = {"shared contexts": lambda: ours.loglikelihood(requests)}
@@ -67,11 +66,15 @@ def print_continuations(
         write_huggingface(open_weights(generator.folder, alone=True), Path(folder) / "export", torch.float32)
         settings = {"dtype": "float32", "device": "cpu", "max_length": generator.max_seq_len}
         for batch in batch_sizes:
-            model = HFLM(str(Path(folder) / "export"), batch_size=batch, **settings)
+            model = transformers_model(str(Path(folder) / "export"), batch_size=batch, **settings)
             ways[f"transformers, batch of {batch}"] = partial(model.loglikelihood, requests, disable_tqdm=True)
         print(f"{len(requests)} requests of {task.limit} questions")
         _print_times(ways, repeats)
     distributed.shutdown()
+
+
+def _units_of_one(requests: Sequence[Request], indices: list[int], seq_len: int) -> list[Any]:
+    return [unit for i in indices for unit in _UNITS(requests, [i], seq_len)]
 
 
 def _print_times(ways: dict[str, Way], repeats: int) -> None:

@@ -2,15 +2,14 @@
 
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from models.llama import llama
 from scripts.dev.peers import MODELS
-from trainer.inference.engine import Request, Sampling, generate
+from trainer.inference.engine import Sampling, TextRequest, generate
 from trainer.inference.kv_cache import KvCache
 from trainer.runtime.device import DTYPES
 from trainer.tools.testing.layouts import Table
@@ -21,17 +20,10 @@ PROMPT_LENGTHS = 16, 64
 
 
 @dataclass
-class _Cached:
-    """A Backend of the engine, and a tokenizer whose texts are empty."""
+class _NoText:
+    """A tokenizer whose texts are empty."""
 
-    cache: KvCache
     vocab_size: int
-    max_rows: int = 1
-    max_seq_len: int = 512
-    group: None = None
-
-    def next_logits(self, rows: Mapping[int, Sequence[int]]) -> Tensor:
-        return self.cache.next_logits(rows)
 
     def decode(self, tokens: Sequence[int]) -> str:
         return ""
@@ -54,16 +46,16 @@ def print_generation(model: str, batch: int, threads: int, repeats: int, dtype: 
     for parameter in network.parameters():
         if parameter.dim() == 2:
             torch.nn.init.normal_(parameter, std=0.1)
-    backend = _Cached(KvCache(network, network.structure(), sizes, DTYPES[dtype]), sizes.vocab_size)
+    cache = KvCache(network, network.structure(), sizes, DTYPES[dtype], max_seq_len=512)
     lengths = torch.linspace(*PROMPT_LENGTHS, batch).long().tolist()
     prompts = [torch.randint(sizes.vocab_size, (length,)).tolist() for length in lengths]
-    requests = [Request(prompt=p, sampling=Sampling(temperature=0), max_new_tokens=NEW_TOKENS) for p in prompts]
+    requests = [TextRequest(prompt=p, sampling=Sampling(temperature=0), max_new_tokens=NEW_TOKENS) for p in prompts]
     rates: dict[int, list[float]] = {1: [], batch: []}
     answers = {}
     for turn in range(repeats + 1):
-        for backend.max_rows, of_turns in rates.items():
+        for cache.max_rows, of_turns in rates.items():
             start = time.perf_counter()
-            answers[backend.max_rows] = generate(requests, backend, backend)
+            answers[cache.max_rows] = generate(requests, cache, _NoText(sizes.vocab_size))
             if turn:  # the first turn is a warm-up
                 of_turns.append(batch * NEW_TOKENS / (time.perf_counter() - start))
     table = Table(batch=">5", tokens_per_second=">17", min_to_max=">19", of_single=">9", equal_texts=">11")

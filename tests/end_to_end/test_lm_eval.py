@@ -22,7 +22,7 @@ from trainer.data.tasks.questions import read_questions
 from trainer.objective import task_metrics
 
 pytest.importorskip("lm_eval")
-KINDS = {"which": "choices", "next": "continuation"}
+KINDS = {"which": "choices", "next": "continuation", "write": "exact"}
 LIMIT = 1e-5
 
 
@@ -41,14 +41,15 @@ def settings(tmp_path_factory):
     ]
     choices[3]["question"] += " \n"
     continuations = [{"context": text(1, 20), "continuation": " " + text(1, 5)} for _ in range(10)]
+    prompts = [{"context": text(1, 12), "answers": [text(1, 1)]} for _ in range(8)]
     given = {"evaluation.interval_steps": "4", "data.held_out_fraction": "0", "optimizer.lr": "3e-2"}
-    for (name, kind), rows in zip(KINDS.items(), (choices, continuations), strict=True):
+    for (name, kind), rows in zip(KINDS.items(), (choices, continuations, prompts), strict=True):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         given[f"evaluation.tasks.{name}.path"] = str(folder / f"{name}.jsonl")
         given[f"evaluation.tasks.{name}.kind"] = kind
-        given[f"evaluation.tasks.{name}.delimiter"] = ""
+        given[f"evaluation.tasks.{name}.delimiter"] = "" if kind != "exact" else " "
         given[f"evaluation.tasks.{name}.save_requests"] = "true"
-    return given
+    return given | {"evaluation.tasks.write.max_new_tokens": str(lm_eval_tasks.MAX_NEW_TOKENS)}
 
 
 @pytest.fixture(scope="module")
@@ -72,8 +73,13 @@ def expected(ranks, argv, settings, tmp_path_factory):
 def differences(folder, expected):
     """Return what differs from lm-evaluation-harness: log-probabilities of a task, or a metric."""
     found = []
-    for name in KINDS:
-        ours = lm_eval_tasks.own_scores(folder / "tasks" / name / "step-00000004.jsonl")
+    for name, kind in KINDS.items():
+        file = folder / "tasks" / name / "step-00000004.jsonl"
+        if kind == "exact":
+            ours = [json.loads(line)["text"] for line in file.read_text().splitlines()]
+            found += [f"texts of {name}"] * (ours != lm_eval_tasks.texts(expected, name))
+            continue
+        ours = lm_eval_tasks.own_scores(file)
         if not lm_eval_tasks.largest_difference(ours, lm_eval_tasks.scores(expected, name)) < LIMIT:
             found.append(f"requests of {name}")
         (record,) = (record for record in records(folder, "task") if record["task"] == name)

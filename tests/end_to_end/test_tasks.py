@@ -153,7 +153,7 @@ def train_alone(argv):
     from trainer.data.tasks import packed_requests
 
     original = packed_requests._units
-    alone = lambda requests, indices, seq_len, share: original(requests, indices, seq_len, False)  # noqa: E731
+    alone = lambda requests, indices, seq_len: [u for i in indices for u in original(requests, [i], seq_len)]  # noqa: E731
     with mock.patch.object(packed_requests, "_units", alone):
         train(argv)
 
@@ -165,12 +165,14 @@ def test_the_best_checkpoint_and_the_end_follow_a_task(ranks, tiny, tasks, tmp_p
     argv = [*tiny, *tasks, "--training.steps", "20", "--checkpoint.interval_steps", "2", "--checkpoint.keep", "1"]
     argv += ["--optimizer.lr", "3e-2", "--evaluation.keep_best_on", "which/right_probability"]
     argv += ["--evaluation.early_stopping_patience", "2", *in_folder(tmp_path / "run")]
+    argv += ["--evaluation.tasks.next.interval_steps", "19"]
     (lines,) = ranks(1).run(lines_logged_by_train, combine(argv))
     values = [record["right_probability"] for record in records(tmp_path / "run", "task") if record["task"] == "which"]
     best = max(values)
     number = next(i for i in range(len(values)) if i > 1 and max(values[i - 1], values[i]) <= max(values[: i - 1])) + 1
     assert len(values) == number  # two evaluations without a higher score
     assert f"right_probability on which has not risen above {best:.4f} in 2 evaluations" in "\n".join(lines)
+    assert [r["step"] for r in records(tmp_path / "run", "task") if r["task"] == "next"] == [2 * len(values)]
     step = 2 * values.index(best) + 2
     assert best_step(tmp_path / "run" / "checkpoints") == step
     assert (tmp_path / "run" / "checkpoints" / f"step-{step:08}").exists()
@@ -227,6 +229,8 @@ def test_a_time_limit_ends_a_task_with_whole_questions(ranks, tiny, tasks, tmp_p
         "1e-9",
     ]
     (lines,) = ranks(1).run(lines_logged_by_train, combine([*argv, *in_folder(tmp_path / "run")]))
+    (line,) = ranks(1).run(error_line, combine([*argv, "--evaluation.keep_best_on", "which"]))
+    assert line.startswith("--evaluation.tasks.which.time_limit_s 1e-9: must be 0 for the task of keep_best_on")
     numbers = {record["task"]: record["num_questions"] for record in records(tmp_path / "run", "task")}
     assert 0 <= numbers["which"] < 13
     assert (numbers["next"], numbers["write"]) == (7, 2)
@@ -241,6 +245,11 @@ WRONG = {
     "a wrong label": ([ROW | {"label": 2}], {}, "line 1: label = 2: must name one of the 2 choices"),
     "no choice": ([ROW | {"choices": []}], {}, "line 1: choices: expected a list of choices"),
     "no question": ([], {}, "the file has no questions"),
+    "a choice without a token": (
+        [ROW | {"question": "th", "choices": ["e", "b"]}],
+        {"delimiter": ""},
+        "question 1: a continuation has a text, but no token of its own",
+    ),
     "a long choice": ([ROW, ROW | {"choices": ["a", "b " * 40]}], {}, "question 2: a continuation has"),
 }
 
@@ -284,7 +293,7 @@ def test_a_tokenizer_without_bos_is_named(ranks, tiny, tmp_path):
 
 
 def lines_of_load_without_bos(argv):
-    tokenizer = mock.Mock(bos=None, eos=3, prefix=(), special_tokens={}, encode_parts=lambda parts: [5] * len(parts))
+    tokenizer = mock.Mock(bos=None, eos=3, prefix=(), special_tokens={}, encode_parts=lambda p: [5] * sum(map(len, p)))
     config = load_config(argv)
     with mock.patch.object(console, "info") as info:
         load_tasks(config.evaluation, config.data, tokenizer, config.training.seq_len)

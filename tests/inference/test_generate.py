@@ -20,7 +20,7 @@ from trainer.base.config import CheckpointConfig, TokenizerConfig
 from trainer.checkpoint.formats.export import export_run
 from trainer.data.chat.template_files import BUILT_IN
 from trainer.data.tokenizer.backends import DEFAULT_FILE, load_tokenizer
-from trainer.inference.engine import NON_FINITE, Request, Sampling, sample
+from trainer.inference.engine import NON_FINITE, Sampling, TextRequest, sample
 from trainer.inference.generate import TextGenerator
 from trainer.tools.testing.ranks import RankError
 
@@ -67,7 +67,7 @@ def generated(folder, prompt, max_new_tokens=12, sampling=GREEDY, max_seq_len=0)
 
 
 def tokens_of(generator, prompt, max_new_tokens, sampling=GREEDY, stop=()):
-    request = Request(prompt=prompt, sampling=sampling, stop_tokens=stop, max_new_tokens=max_new_tokens)
+    request = TextRequest(prompt=prompt, sampling=sampling, stop_tokens=stop, max_new_tokens=max_new_tokens)
     (answer,) = generator.generate([request])
     return answer.tokens
 
@@ -78,7 +78,7 @@ def generated_without_cache(folder, prompt, max_new_tokens, sampling):
     tokens, rng = list(prompt), torch.Generator().manual_seed(0)
     for _ in range(max_new_tokens):
         generator.cache.tokens = {}
-        logits = generator.next_logits({0: tokens})[0, : generator.tokenizer.vocab_size]
+        logits = generator.cache.next_logits({0: tokens})[0, : generator.tokenizer.vocab_size]
         tokens.append(sample(logits.double(), sampling, rng))
     return tokens[len(prompt) :]
 
@@ -222,7 +222,7 @@ def answer_until(folder, prompt, stop, end_of_text):
     """Return the answer, and the texts that are shown while it grows."""
     generator = TextGenerator.load(folder, torch.float32, CPU, 0, "")
     shown = []
-    request = Request(prompt=prompt, sampling=GREEDY, stop=stop, stop_tokens=end_of_text, max_new_tokens=12)
+    request = TextRequest(prompt=prompt, sampling=GREEDY, stop=stop, stop_tokens=end_of_text, max_new_tokens=12)
     (answer,) = generator.generate([request], lambda index, text: shown.append((index, text)))
     return answer, shown
 

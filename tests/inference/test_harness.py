@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from scripts.evaluate import record
 from tests.commands import run_script
 from tests.conftest import ROOT
 from tests.training_runs import checkpoint_of, records, train
@@ -26,7 +28,7 @@ from lm_eval.models.huggingface import HFLM
 from trainer.inference.harness import HarnessModel
 
 TEXTS = ["", "def f(x):", " the ", "a\n\n b", "<|begin_of_text|>the", "é😀<|eot_id|> of", "\t\tof and to " * 9]
-PAIRS = [(a, b) for a in TEXTS for b in ("to be", " of", "\n") if len(a + b) < 200]
+PAIRS = [(a, b) for a in TEXTS for b in ("to be", " of", "\nto") if len(a + b) < 200]
 CHAT = [{"role": "system", "content": "S"}, {"role": "user", "content": " Hello! "}]
 
 
@@ -61,7 +63,7 @@ def answers(model) -> dict[str, list]:
 
 def our_answers(folder, tp):
     generator = TextGenerator.load(folder, torch.float32, torch.device("cpu"), 0, "", tp=tp, max_rows=4)
-    model = HarnessModel(generator, tp)
+    model = HarnessModel(generator)
     tokens = [[model.tok_encode(text, add) for add in (None, True, False)] for text in TEXTS]
     prompts = [model.apply_chat_template(CHAT), model.apply_chat_template(CHAT, add_generation_prompt=False)]
     return answers(model), tokens, prompts
@@ -93,7 +95,7 @@ def test_answers_are_those_of_the_harness_on_the_export(ranks, run, of_harness, 
 
 def error_of_request(folder, kind, arguments):
     generator = TextGenerator.load(folder, torch.float32, torch.device("cpu"), 0, "", tp=1)
-    getattr(HarnessModel(generator, 1), kind)(instances(kind, [arguments]))
+    getattr(HarnessModel(generator), kind)(instances(kind, [arguments]))
 
 
 @pytest.mark.parametrize(
@@ -163,11 +165,19 @@ def test_the_command_prints_a_table_and_writes_the_results(run, tasks, tmp_path)
     assert results["own_choice"]["sample_len"] == 5 and 0 <= results["own_choice"]["acc,none"] <= 1
     assert results["own_exact"]["exact_match,none"] <= 1
     assert "|own_choice|" in done.stdout and "exact_match" in done.stdout
-    recorded = {record.pop("task"): record for record in records(run, "task")[-2:]}
-    assert recorded.keys() == {"lm_eval own_choice", "lm_eval own_exact"}
-    assert recorded["lm_eval own_choice"]["acc"] == results["own_choice"]["acc,none"]
-    assert recorded["lm_eval own_exact"]["step"] == 20
-    assert titled(figures_of([read_run(run, "run")], [None]), "Accuracy on lm_eval own_choice").group == "Tasks"
+    assert not records(run, "task"), "the score of some documents does not stand for the task"
+
+
+def record_scores(folder):
+    record(checkpoint_of(folder), {} if dist.get_rank() else {"arc": {"acc": 0.5}, "piqa": {"acc_norm": 0.25}})
+
+
+def test_scores_are_among_the_records_of_the_run(ranks, run):
+    ranks(2).run(record_scores, run)
+    recorded = [{k: v for k, v in row.items() if k != "timestamp_s"} for row in records(run, "task")]
+    expected = {"lm_eval arc": {"acc": 0.5}, "lm_eval piqa": {"acc_norm": 0.25}}
+    assert recorded == [{"kind": "task", "step": 20, "task": name} | own for name, own in expected.items()]
+    assert titled(figures_of([read_run(run, "run")], [None]), "Accuracy on lm_eval arc").group == "Tasks"
 
 
 def test_errors_of_the_command_are_one_line(run, tasks, tmp_path):

@@ -18,9 +18,8 @@ from tests.training_runs import (
     trainer_from,
 )
 from trainer.base.system.files import read_json_lines
-from trainer.inference.engine import NON_FINITE, Request, Sampling
+from trainer.inference.engine import NON_FINITE, Sampling, TextRequest
 from trainer.inference.generate import TextGenerator
-from trainer.inference.in_training import generate_in_training
 
 SAMPLES = ["--samples.prompts", '["the ", "of and ", "to be"]', "--samples.interval_steps", "1"]
 SAMPLES += ["--samples.max_new_tokens", "4"]
@@ -92,7 +91,7 @@ def break_and_sample(argv, ends):
 
             def only_end(microbatches, readout):
                 logits = read(microbatches, readout).reshape(readout.shape)
-                logits[:, trainer.samples.tokenizer.eos] = 1e4
+                logits[:, trainer.samples.generator.tokenizer.eos] = 1e4
                 return logits
 
             engine.forward_backward.read = only_end
@@ -118,15 +117,14 @@ def test_a_prompt_must_leave_room_for_a_token(ranks, tiny, tmp_path):
 def answers_in_training(argv):
     """Return the greedy answers of seven prompts of odd lengths, and whether the parameters and random states are the same."""
     trainer = trainer_from(combine(argv))
-    samples, step = trainer.samples, trainer.engine.forward_backward
+    generator, step = trainer.samples.generator, trainer.engine.forward_backward
     prompts = [[(7 * i + 3 * j) % 1000 for j in range(length)] for i, length in enumerate((5, 1, 13, 3, 21, 9, 7))]
     requests = [
-        Request(prompt=prompt, sampling=Sampling(temperature=0), max_new_tokens=2 + i)
+        TextRequest(prompt=prompt, sampling=Sampling(temperature=0), max_new_tokens=2 + i)
         for i, prompt in enumerate(prompts)
     ]
-    rest = (samples.partition, samples.device, nullcontext, samples.tokenizer, samples.seq_len, samples.vocab_size)
-    answers = generate_in_training(requests, step, *rest)
-    assert answers[::-1] == generate_in_training(requests[::-1], step, *rest)
+    answers = generator.generate(requests, step, nullcontext)
+    assert answers[::-1] == generator.generate(requests[::-1], step, nullcontext)
     return answers
 
 

@@ -15,7 +15,7 @@ from tests.training_runs import train
 from trainer.base.config import CheckpointConfig
 from trainer.checkpoint.formats.export import export_run
 from trainer.data.store.store import SPLITS, open_store
-from trainer.inference.engine import Request, Sampling
+from trainer.inference.engine import Sampling, TextRequest
 from trainer.inference.generate import TextGenerator
 from trainer.tools.testing.ranks import RankError
 
@@ -135,5 +135,5 @@ def test_a_fine_tuned_model_chats_and_stops_at_the_ends_of_its_base_model_too(ra
 def chat_answers(folder) -> tuple[list[int], list[int], set[int]]:
     generator = TextGenerator.load(folder, torch.float32, CPU, 0, "")
     prompt = generator.chat_format().prompt([{"role": "user", "content": "Hello!"}])
-    request = Request(prompt=prompt, sampling=Sampling(temperature=0), stop_tokens=generator.stop, max_new_tokens=3)
+    request = TextRequest(prompt=prompt, sampling=Sampling(temperature=0), stop_tokens=generator.stop, max_new_tokens=3)
     return prompt, generator.generate([request])[0].tokens, generator.stop

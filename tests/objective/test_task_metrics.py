@@ -32,7 +32,8 @@ def test_lengths_are_characters_or_bytes_of_the_choices():
 def test_leading_space_counts_unless_the_option_says_otherwise():
     choices = (" a", "bb")  # with the space -2 and -2.25, without it -4 and -2.25
     assert values(-4.0, -4.5, choices=choices)["acc_norm"] == 1.0
-    assert values(-4.0, -4.5, choices=choices, count_leading_space=False)["acc_norm"] == 0.0
+    result = values(-4.0, -4.5, choices=choices, count_leading_space=False)
+    assert (result["acc_norm"], result["bytes"]) == (0.0, 2.0), "bits_per_byte counts all bytes of the text"
 
 
 def test_the_first_of_equal_choices_is_chosen():
@@ -91,6 +92,11 @@ def test_the_pattern_finds_the_answer_in_right_answers_too():
 @pytest.mark.parametrize("log_probs", [(math.nan, -1.0), (-1.0, -math.inf)])
 def test_log_probabilities_that_are_not_finite_are_no_score(log_probs):
     assert all(math.isnan(value) for value in values(*log_probs).values())
+
+
+def test_continuations_and_texts_that_are_not_finite_are_no_score():
+    assert math.isnan(continuation_values(question("a"), math.nan, False)["acc"])
+    assert math.isnan(exact_values(TaskConfig(kind="exact"), question("a"), None)["exact_match"])
 
 
 def test_chance_is_the_mean_share_of_one_choice():

@@ -50,7 +50,7 @@ class CheckpointManager:
             device: Device of this rank, whose random generators are saved.
             tensors: Function that returns name in the checkpoint -> tensor of this rank. These are the tensors in use.
             after_load: Function to call after a checkpoint is loaded into these tensors.
-            best: Which checkpoint has the lowest evaluation loss.
+            best: Which checkpoint is the best one by keep_best_on.
             writer: It is started with the tensors of `saved_tensors`.
             steps: Number of steps of the run.
             stored_names: Names of the tensors of the model and the optimizer on all ranks.

@@ -51,7 +51,7 @@ def sample(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> in
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class TextRequest:
     """A text to generate."""
 
     prompt: Sequence[int]
@@ -98,7 +98,7 @@ class Backend(Protocol):
 
 
 def generate(
-    requests: Sequence[Request],
+    requests: Sequence[TextRequest],
     backend: Backend,
     tokenizer: Tokenizer,
     on_text: Callable[[int, str], None] = lambda index, text: None,
@@ -144,7 +144,7 @@ def _choose(logits: Tensor, texts: Sequence["_Text"], group: dist.ProcessGroup |
 class _Text:
     """The state of a text in progress."""
 
-    def __init__(self, request: Request, tokenizer: Tokenizer, max_seq_len: int):
+    def __init__(self, request: TextRequest, tokenizer: Tokenizer, max_seq_len: int):
         self.request = request
         self.tokens = list(request.prompt)
         self.end: End | None = None

@@ -1,13 +1,13 @@
 """Text generation with the model of a checkpoint or a Hugging Face folder. Several ranks use tensor parallelism."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from trainer.base.config import ConfigError
@@ -17,9 +17,9 @@ from trainer.checkpoint.formats.model_metadata import ids_of_ends
 from trainer.checkpoint.formats.tokenizer_files import load_model_tokenizer
 from trainer.data.chat.format import ChatFormat, load_chat_format
 from trainer.data.chat.template_files import BUILT_IN
-from trainer.data.tasks.encode import Request as ScoredRequest
+from trainer.data.tasks.encode import Request
 from trainer.data.tokenizer.protocol import Tokenizer
-from trainer.inference.engine import Answer, Request, generate
+from trainer.inference.engine import Answer, TextRequest, generate
 from trainer.inference.kv_cache import KvCache
 from trainer.inference.load import build_model
 from trainer.inference.scores import score_continuations
@@ -28,7 +28,7 @@ from trainer.runtime.distributed import run_on_rank_0
 
 
 class TextGenerator:
-    """A loaded model with its tokenizer and KV cache, a Backend."""
+    """A loaded model with its tokenizer and KV cache."""
 
     def __init__(
         self,
@@ -37,9 +37,7 @@ class TextGenerator:
         tokenizer: Tokenizer,
         stop: Collection[int],
         chat_template: str,
-        max_seq_len: int,
         mesh: DeviceMesh,
-        max_rows: int = 16,
     ):
         """Describe a generator.
 
@@ -49,19 +47,15 @@ class TextGenerator:
             tokenizer: Tokenizer of prompts and answers.
             stop: Tokens that end a text: EOS, and those in the model's generation_config.json.
             chat_template: Name or file of a chat template, or "" if the model has none.
-            max_seq_len: Maximum total number of tokens in the prompt and the answer.
             mesh: Its axis tp are the ranks over which the model is sharded. Its axis cp has the size 1.
-            max_rows: Number of texts that are generated at once.
         """
         self.folder = folder
         self.cache = cache
         self.tokenizer = tokenizer
         self.stop = frozenset(stop)
         self.chat_template = chat_template
-        self.max_seq_len = max_seq_len
+        self.max_seq_len = cache.max_seq_len
         self.mesh = mesh
-        self.group = mesh["tp"].get_group() if mesh["tp"].size() > 1 else None
-        self.max_rows = max_rows
 
     @classmethod
     def load(
@@ -111,10 +105,11 @@ class TextGenerator:
                 apply_tensor(model, structure, mesh["tp"], sequence_parallel=False, recompute_gathers=())
 
         model = build_model(weights, sizes, dtype, device, shard)
-        cache = KvCache(model, model.structure(), sizes, dtype, tp, max_seq_len)
+        group = mesh["tp"].get_group() if tp > 1 else None
+        cache = KvCache(model, model.structure(), sizes, dtype, group, max_seq_len, max_rows)
         stop = {tokenizer.eos, *ids_of_ends(metadata_and_generation(folder)[1])}
         chat_template = chat_template or str(weights.template_file() or "")
-        return cls(folder, cache, tokenizer, stop, chat_template, max_seq_len, mesh, max_rows)
+        return cls(folder, cache, tokenizer, stop, chat_template, mesh)
 
     def chat_format(self) -> ChatFormat:
         """Return the chat format that the template defines. Raises ConfigError if the model has no chat template."""
@@ -123,12 +118,12 @@ class TextGenerator:
             raise ConfigError("", f"the model has no chat template; choose one with --chat-template ({names})")
         return load_chat_format(self.chat_template, self.tokenizer)
 
-    def text_request(self, text: str, **settings: Any) -> Request:
+    def text_request(self, text: str, **settings: Any) -> TextRequest:
         """Return a request to continue a text, with the tokens of a document in training. It ends at the model's stop tokens.
 
         Args:
             text: The prompt.
-            settings: Further fields of Request.
+            settings: Further fields of TextRequest.
 
         Raises:
             ConfigError: The prompt has no tokens.
@@ -139,15 +134,15 @@ class TextGenerator:
                 "--prompt: must not be empty, because the tokenizer adds no BOS token, so that the model has no input"
             )
             raise ConfigError("", message)
-        return Request(prompt=[*prefix, *tokens], continues=tokens, stop_tokens=self.stop, **settings)
+        return TextRequest(prompt=[*prefix, *tokens], continues=tokens, stop_tokens=self.stop, **settings)
 
-    def score(self, requests: Sequence[ScoredRequest]) -> list[tuple[float, bool]]:
-        """Return the score of each request, collectively over the group. See score_continuations."""
+    def score(self, questions: Sequence[Sequence[Request]]) -> list[list[tuple[float, bool]]]:
+        """Return the score of each request of each question, collectively over the group. See score_continuations."""
         with self.cache.removed() as model:
-            return score_continuations(model, requests, self.max_seq_len, self.cache.dtype, self.mesh["cp"])
+            return score_continuations(model, questions, self.max_seq_len, self.cache.dtype, self.mesh["cp"])
 
     def generate(
-        self, requests: Sequence[Request], on_text: Callable[[int, str], None] = lambda index, text: None
+        self, requests: Sequence[TextRequest], on_text: Callable[[int, str], None] = lambda index, text: None
     ) -> list[Answer]:
         """Return the answer to each request, collectively over the group. See trainer.inference.engine.generate.
 
@@ -158,8 +153,4 @@ class TextGenerator:
             if len(request.prompt) >= self.max_seq_len:
                 message = f"the prompt has {len(request.prompt)} tokens; prompt and answer share a context window of"
                 raise ConfigError("", f"{message} {self.max_seq_len} tokens (--max-seq-len)")
-        return generate(requests, self, self.tokenizer, on_text)
-
-    def next_logits(self, rows: Mapping[int, Sequence[int]]) -> Tensor:
-        """See Backend."""
-        return self.cache.next_logits(rows)
+        return generate(requests, self.cache, self.tokenizer, on_text)

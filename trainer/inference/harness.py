@@ -8,7 +8,7 @@ import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from itertools import chain, groupby, islice
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,12 +21,12 @@ from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, handle_non_serializable, make_disjoint_window, make_table
 
 from trainer.base.config import ConfigError
-from trainer.base.system.spelling import did_you_mean
+from trainer.base.system.spelling import did_you_mean, first_line
 from trainer.data.chat.format import ChatFormat
-from trainer.data.tasks.encode import Request as ScoredRequest
-from trainer.data.tasks.encode import RequestTooLong, before_empty, encode, fitted
-from trainer.inference.engine import Request, Sampling
+from trainer.data.tasks.encode import NO_TOKEN, UnusableRequest, before_empty, encode, fitted
+from trainer.inference.engine import Sampling, TextRequest
 from trainer.inference.generate import TextGenerator
+from trainer.inference.text import without_special_tokens
 from trainer.runtime.distributed import all_gather_objects, run_on_rank_0
 
 T = TypeVar("T")
@@ -39,10 +39,9 @@ _SETTINGS = {"do_sample", "until", "max_gen_toks", "temperature", "top_k", "top_
 class HarnessModel(TemplateLM):
     """A TextGenerator behind the harness's interface."""
 
-    def __init__(self, generator: TextGenerator, tp: int):
-        """tp: number of ranks in a data-parallel group. Groups consist of neighbouring ranks."""
+    def __init__(self, generator: TextGenerator):
         super().__init__()
-        self._generator, self._tp = generator, tp
+        self._generator = generator
 
     # ---------------------------------------------------------------- tokens
 
@@ -90,22 +89,21 @@ class HarnessModel(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[tuple[str, str], list[int], list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:
+        for (context, text), _, continuation in requests:
+            if not continuation:
+                raise ConfigError("", f"{NO_TOKEN}: {text[:40]!r} after {context[-40:]!r}")
         return self._score([(context, continuation) for _, context, continuation in requests])
 
     def _score(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[tuple[float, bool]]:
         """Score pairs of a context and its continuation."""
         try:
             requests = [fitted(*pair, self.max_length) for pair in pairs]
-        except RequestTooLong as failure:
+        except UnusableRequest as failure:
             raise ConfigError("", f"{failure} (--max-seq-len)") from None
         # Requests with the same context share its computation, so they go to the same group.
         questions = [list(group) for _, group in groupby(requests, key=lambda request: request.context)]
-        answers = self._shared(questions, self._scores, length=lambda question: sum(map(len, chain(*question))))
-        return [*chain.from_iterable(answers)]
-
-    def _scores(self, questions: Sequence[list[ScoredRequest]]) -> list[list[tuple[float, bool]]]:
-        scores = iter(self._generator.score([*chain.from_iterable(questions)]))
-        return [list(islice(scores, len(question))) for question in questions]
+        length = lambda question: sum(map(len, chain(*question)))  # noqa: E731
+        return [*chain.from_iterable(self._shared(questions, self._generator.score, length))]
 
     def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
         """Return the log-probability of each text. The first token follows one BOS, also if the tokenizer adds BOS itself."""
@@ -126,7 +124,7 @@ class HarnessModel(TemplateLM):
             raise ConfigError("", f"{self._generator.folder}: the model returns non-finite logits")
         return answers
 
-    def _request(self, context: str, settings: Mapping[str, Any], seed: int) -> Request:
+    def _request(self, context: str, settings: Mapping[str, Any], seed: int) -> TextRequest:
         settings = normalize_gen_kwargs(dict(settings), self.max_gen_toks)
         if unknown := settings.keys() - _SETTINGS:
             raise ConfigError("", f"the task sets {', '.join(sorted(unknown))} for generation, which is not supported")
@@ -136,7 +134,7 @@ class HarnessModel(TemplateLM):
             raise ConfigError("", f"{message} tokens (--max-seq-len)")
         prompt = self.tok_encode(context) or [self.prefix_token_id]
         temperature = settings.get("temperature", 1.0) if settings.get("do_sample") else 0
-        return Request(
+        return TextRequest(
             prompt=prompt[new - self.max_length :],  # the last tokens
             sampling=Sampling(temperature, settings.get("top_k") or 0, settings.get("top_p") or 1.0),
             seed=seed,
@@ -145,18 +143,13 @@ class HarnessModel(TemplateLM):
             max_new_tokens=new,
         )
 
-    def _answers(self, requests: Sequence[Request]) -> list[str | None]:
+    def _answers(self, requests: Sequence[TextRequest]) -> list[str | None]:
         """Return the texts. None: the model returns non-finite logits."""
-        answered = zip(requests, self._generator.generate(requests), strict=True)
-        return [None if a.end == "non-finite" else self._text(request, a.tokens) for request, a in answered]
-
-    def _text(self, request: Request, tokens: Sequence[int]) -> str:
-        """Return what the harness makes of new tokens: their text without special tokens, up to the first of the strings."""
-        special = set(self._generator.tokenizer.special_tokens.values())
-        text = self._generator.tokenizer.decode([token for token in tokens if token not in special])
-        for stop in request.stop:
-            text = text.split(stop)[0]
-        return text
+        answered, tokenizer = zip(requests, self._generator.generate(requests), strict=True), self._generator.tokenizer
+        return [
+            None if answer.end == "non-finite" else without_special_tokens(tokenizer, answer.tokens, request.stop)
+            for request, answer in answered
+        ]
 
     def _shared(
         self, requests: Sequence[T], answer: Callable[[Sequence[T]], list[R]], length: Callable[[T], int]
@@ -169,38 +162,47 @@ class HarnessModel(TemplateLM):
             length: Number of tokens of a request. Groups get requests of about the same lengths.
         """
         order = sorted(range(len(requests)), key=lambda i: length(requests[i]), reverse=True)
-        groups, own_group = dist.get_world_size() // self._tp, dist.get_rank() // self._tp
+        tp = self._generator.mesh["tp"].size()  # of neighbouring ranks
+        groups, own_group = dist.get_world_size() // tp, dist.get_rank() // tp
         own = answer([requests[i] for i in order[own_group::groups]])
         answers: list[Any] = [None] * len(requests)
-        for group, of_group in enumerate(all_gather_objects(own)[:: self._tp]):
+        for group, of_group in enumerate(all_gather_objects(own)[::tp]):
             for i, result in zip(order[group::groups], of_group, strict=True):
                 answers[i] = result
         return answers
 
 
 def run_tasks(
-    generator: TextGenerator, tp: int, names: Sequence[str], include_path: Path | None, **settings: Any
+    generator: TextGenerator, names: Sequence[str], include_path: Path | None, **settings: Any
 ) -> dict[str, Any]:
     """Return the harness's results, collectively: on rank 0 those of all ranks.
 
     Args:
         generator: The model.
-        tp: Number of ranks in a data-parallel group.
         names: Of tasks, groups and tags.
         include_path: Folder with further tasks.
         settings: Further arguments of lm_eval.simple_evaluate.
 
     Raises:
-        ConfigError: There is no such task, or the model cannot answer its requests.
+        ConfigError: There is no such task, its data cannot be loaded, or the model cannot answer its requests.
     """
     if dist.get_rank():
         logging.getLogger("lm_eval").setLevel(logging.ERROR)  # rank 0 says the same
     tasks = TaskManager(include_path=None if include_path is None else str(include_path))
     if unknown := [name for name in names if name not in tasks.all_tasks]:
         raise ConfigError("", f"--tasks {unknown[0]}: no such task{did_you_mean(unknown[0], tasks.all_tasks)}")
-    run_on_rank_0(lambda: tasks.load([*names]) and None)  # it downloads what the other ranks then find
-    model = HarnessModel(generator, tp)
+    run_on_rank_0(lambda: _download(tasks, names))
+    model = HarnessModel(generator)
     return simple_evaluate(model, tasks=[*names], task_manager=tasks, log_samples=False, **settings) or {}
+
+
+def _download(tasks: TaskManager, names: Sequence[str]) -> None:
+    """Load the data, which the other ranks then find in the cache. Raises ConfigError."""
+    try:
+        tasks.load([*names])
+    except OSError as error:
+        reason = first_line(error) or type(error).__name__
+        raise ConfigError("", f"--tasks {','.join(names)}: the data cannot be loaded: {reason}") from None
 
 
 def table(results: Mapping[str, Any]) -> str:

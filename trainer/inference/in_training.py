@@ -16,73 +16,67 @@ from torch import Tensor
 from trainer.batch import IGNORE_INDEX, Batch
 from trainer.data.sampling.loader import BatchPartition
 from trainer.data.tokenizer.protocol import Tokenizer
-from trainer.inference.engine import Answer, Request, generate
+from trainer.inference.engine import Answer, TextRequest, generate
 from trainer.inference.next_logits import READ_HERE, NextLogits
 from trainer.parallel.step import Step
 
+Loading = Callable[[], AbstractContextManager[None]]
+"""Returns the context manager in which a batch is made."""
 _LOGITS_AT_ONCE = 2**26
 """Maximum number of logits that are summed over all ranks for one token of each text."""
 
 
-def generate_in_training(
-    requests: Sequence[Request],
-    step: Step,
-    partition: BatchPartition,
-    device: torch.device,
-    loading: Callable[[], AbstractContextManager[None]],
-    tokenizer: Tokenizer,
-    seq_len: int,
-    vocab_size: int,
-) -> list[Answer]:
-    """Return the answer to each request, collectively over all ranks. A forward has one text in each row of the microbatches of
-    all data-parallel ranks.
+@dataclass(frozen=True, kw_only=True)
+class TrainingGenerator:
+    """Generator of texts in training. A forward has one text in each row of the microbatches of all data-parallel ranks."""
 
-    Args:
-        requests: The same on all ranks. Their prompts are shorter than seq_len.
-        step: The step of training, or of evaluation.
-        partition: This rank's rows.
-        device: Of the model.
-        loading: Context manager in which a batch is made.
-        tokenizer: Of the model.
-        seq_len: Length of the sequences of training, which a prompt and its text do not exceed.
-        vocab_size: Number of rows of the output weight.
-    """
-    backend = _TrainingBackend(step, partition, device, loading, max_seq_len=seq_len, vocab_size=vocab_size)
-    return generate(requests, backend, tokenizer)
-
-
-@dataclass(frozen=True)
-class _TrainingBackend:
-    """A Backend of the engine. See generate_in_training."""
-
-    step: Step
+    tokenizer: Tokenizer
+    stop_tokens: frozenset[int]
+    """Tokens that end a text."""
     partition: BatchPartition
+    """This rank's rows."""
     device: torch.device
-    loading: Callable[[], AbstractContextManager[None]]
-    max_seq_len: int
+    seq_len: int
+    """Length of the sequences of training, which a prompt and its text do not exceed."""
     vocab_size: int
+    """Number of rows of the output weight."""
 
     @property
     def max_rows(self) -> int:
+        """Maximum number of texts in one forward."""
         rows = self.partition.ranks * self.partition.local_batch_size
         return max(1, min(rows, _LOGITS_AT_ONCE // self.vocab_size))
 
-    @property
-    def group(self) -> dist.ProcessGroup:
-        return dist.group.WORLD
+    def generate(self, requests: Sequence[TextRequest], step: Step, loading: Loading) -> list[Answer]:
+        """Return the answer to each request, collectively over all ranks.
+
+        Args:
+            requests: The same on all ranks. Their prompts are shorter than seq_len.
+            step: The step of training, or of evaluation.
+            loading: Context manager in which a batch is made.
+        """
+        return generate(requests, _TrainingBackend(self, step, loading), self.tokenizer)
+
+
+class _TrainingBackend:
+    """A Backend of the engine."""
+
+    def __init__(self, generator: TrainingGenerator, step: Step, loading: Loading):
+        self.generator, self.step, self.loading = generator, step, loading
+        self.max_rows, self.max_seq_len, self.group = generator.max_rows, generator.seq_len, dist.group.WORLD
 
     def next_logits(self, rows: Mapping[int, Sequence[int]]) -> Tensor:
         """See Backend."""
-        readout = NextLogits(
-            shape=(max(rows) + 1, self.vocab_size), first_row=self.partition.rank * self.partition.local_batch_size
-        )
+        partition = self.generator.partition
+        shape = max(rows) + 1, self.generator.vocab_size
+        readout = NextLogits(shape=shape, first_row=partition.rank * partition.local_batch_size)
         with self.loading():
             batch = self._batch(rows, readout.first_row)
-        return self.step.read([batch], readout).reshape(readout.shape)[list(rows)]
+        return self.step.read([batch], readout).reshape(shape)[list(rows)]
 
     def _batch(self, rows: Mapping[int, Sequence[int]], first_row: int) -> Batch:
         """Return this rank's microbatch of its rows. Rows without a text have no label."""
-        size = self.partition.local_batch_size
+        size = self.generator.partition.local_batch_size
         tokens = torch.zeros(size, self.max_seq_len, dtype=torch.int64)
         labels = torch.full_like(tokens, IGNORE_INDEX)
         for i in range(size):
@@ -90,4 +84,4 @@ class _TrainingBackend:
                 tokens[i, : len(text)] = torch.tensor(text)
                 labels[i, len(text) - 1] = READ_HERE
         positions = torch.arange(self.max_seq_len).repeat(size, 1)
-        return Batch(tokens, labels, positions, torch.zeros_like(tokens), torch.arange(size)).to(self.device)
+        return Batch(tokens, labels, positions, torch.zeros_like(tokens), torch.arange(size)).to(self.generator.device)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from models.components import attention_kernel
@@ -125,7 +126,7 @@ class CachedAttention(nn.Module):
 
 
 class KvCache:
-    """A model whose layers cache keys and values, and the texts that they have seen."""
+    """A model whose layers cache keys and values, and the texts that they have seen. A Backend of the engine."""
 
     def __init__(
         self,
@@ -133,8 +134,9 @@ class KvCache:
         structure: Structure,
         sizes: Any,
         dtype: torch.dtype,
-        tp: int = 1,
+        group: dist.ProcessGroup | None = None,
         max_seq_len: int = 2**31,
+        max_rows: int = 16,
     ):
         """Replace the masks and the kernels of the model.
 
@@ -143,8 +145,9 @@ class KvCache:
             structure: Of the model.
             sizes: Dimensions of the model.
             dtype: Of keys and values.
-            tp: Number of ranks over which the heads are split.
-            max_seq_len: Number of columns above which memory is reserved only as needed.
+            group: Ranks over which the heads are split. None: this rank has all.
+            max_seq_len: Maximum number of tokens of a text and its prompt.
+            max_rows: Maximum number of texts that are generated at once.
         """
         self.tokens: dict[int, list[int]] = {}
         """Key of a row -> its cached tokens."""
@@ -152,14 +155,14 @@ class KvCache:
         self._columns = _Columns()
         self._reserved = (0, 0)
         self._model, self._vocab_size, self.dtype = model, sizes.vocab_size, dtype
-        self._max_seq_len = max_seq_len
+        self.group, self.max_seq_len, self.max_rows = group, max_seq_len, max_rows
         self.device = next(model.parameters()).device
         self._layers: list[CachedAttention] = []
         modules: dict[str, nn.Module] = {
             f"{structure.masks}.{name}": _CachedMask(kind.window, self._columns, dtype)
             for name, kind in structure.kinds.items()
         }
-        shape = sizes.n_kv_heads // tp, sum(sizes.head_widths)
+        shape = sizes.n_kv_heads // (1 if group is None else group.size()), sum(sizes.head_widths)
         for i, kind in enumerate(structure.layer_kinds):
             layer = CachedAttention(structure.kinds[kind], *shape, dtype, self.device)
             modules[f"{structure.blocks_path}.{i}.{structure.attention}"] = layer
@@ -204,7 +207,7 @@ class KvCache:
         texts = {key: list(rows.get(key, cached)) for key, cached in self.tokens.items()}
         end = max(self._starts[key] + len(text) for key, text in texts.items())
         if len(texts) > self._reserved[0] or end > self._reserved[1]:
-            self.reserve(len(texts), min(2 * end, max(end, self._max_seq_len)))
+            self.reserve(len(texts), min(2 * end, max(end, self.max_seq_len)))
         step = max(1, min(_TOKENS_AT_ONCE, _MASKED_AT_ONCE // end) // len(texts))
         if not first and not self._columns.padding:
             step = end  # the kernel is causal without a mask, so it takes no memory for one

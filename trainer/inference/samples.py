@@ -1,17 +1,12 @@
 """Texts that the model in training generates from given prompts."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-
-import torch
 
 from trainer.base.config import ConfigError, DataConfig, SamplesConfig
 from trainer.data.prepare.encode import chat_format
-from trainer.data.sampling.loader import BatchPartition
 from trainer.data.tokenizer.protocol import Tokenizer
-from trainer.inference.engine import NON_FINITE, Request, Sampling
-from trainer.inference.in_training import generate_in_training
+from trainer.inference.engine import NON_FINITE, Sampling, TextRequest
+from trainer.inference.in_training import Loading, TrainingGenerator
 from trainer.parallel.step import Step
 from trainer.runtime.distributed import run_on_rank_0
 from trainer.state import is_due
@@ -26,39 +21,29 @@ class SampleGenerator:
     """Tokens of each prompt, fewer than seq_len."""
     is_chat: bool
     """Whether each prompt is a conversation, of which a text is the next message."""
-    tokenizer: Tokenizer
-    stop: frozenset[int]
-    """Tokens that end a text."""
-    vocab_size: int
-    """Number of rows of the output weight."""
-    seq_len: int
-    """Length of the sequences of training, which the prompt and the text do not exceed."""
-    partition: BatchPartition
-    device: torch.device
+    generator: TrainingGenerator
     steps: int
     """Total number of steps in the run."""
 
     def due(self, step: int) -> bool:
         return bool(self.prompts) and is_due(step, self.config.interval_steps, self.steps)
 
-    def run(self, step: Step, loading: Callable[[], AbstractContextManager[None]]) -> list[dict[str, str]]:
-        """Return each prompt and its text, collectively. loading: context manager in which a batch is made."""
+    def run(self, step: Step, loading: Loading) -> list[dict[str, str]]:
+        """Return each prompt and its text, collectively. See TrainingGenerator.generate."""
         requests = [self._request(prompt) for prompt in self.prompts]
-        answers = generate_in_training(
-            requests, step, self.partition, self.device, loading, self.tokenizer, self.seq_len, self.vocab_size
-        )
+        answers = self.generator.generate(requests, step, loading)
         texts = [answer.text + (NON_FINITE if answer.end == "non-finite" else "") for answer in answers]
         return [{"prompt": p, "text": text} for p, text in zip(self.config.prompts, texts, strict=True)]
 
-    def _request(self, prompt: list[int]) -> Request:
+    def _request(self, prompt: list[int]) -> TextRequest:
         config = self.config
-        return Request(
+        return TextRequest(
             prompt=prompt,
             sampling=Sampling(config.temperature, config.top_k, config.top_p),
             seed=config.seed,
-            stop_tokens=self.stop,
+            stop_tokens=self.generator.stop_tokens,
             max_new_tokens=config.max_new_tokens,
-            continues=[] if self.is_chat else prompt[len(self.tokenizer.prefix) :],
+            continues=[] if self.is_chat else prompt[len(self.generator.tokenizer.prefix) :],
         )
 
 

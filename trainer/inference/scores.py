@@ -1,7 +1,7 @@
 """Log-probabilities of continuations under a loaded model, by the code that scores tasks in training."""
 
 from collections.abc import Sequence
-from itertools import groupby
+from itertools import chain, islice
 
 import torch
 from torch import Tensor, nn
@@ -25,19 +25,19 @@ _CHUNK_TOKENS = 1024
 
 @torch.no_grad()
 def score_continuations(
-    model: nn.Module, requests: Sequence[Request], max_seq_len: int, dtype: torch.dtype, cp: DeviceMesh
-) -> list[tuple[float, bool]]:
-    """Return, for each request, the log-probability of the continuation, and whether it consists of the most likely tokens.
+    model: nn.Module, questions: Sequence[Sequence[Request]], max_seq_len: int, dtype: torch.dtype, cp: DeviceMesh
+) -> list[list[tuple[float, bool]]]:
+    """Return, for each request of each question, the log-probability of the continuation, and whether it consists of the most
+    likely tokens.
 
     Args:
         model: Without a cache. It may be sharded over tp.
-        requests: The model reads at most max_seq_len tokens of each. Neighbours with the same context share its computation.
+        questions: Requests that share the computation of equal contexts. The model reads at most max_seq_len tokens of each.
         max_seq_len: Maximum length of a sample.
         dtype: Dtype of the computation.
         cp: An axis of size 1.
     """
-    questions = [list(group) for _, group in groupby(requests, key=lambda request: request.context)]
-    longest = max((len(r.context) + len(r.continuation) - 1 for r in requests), default=1)
+    longest = max((len(r.context) + len(r.continuation) - 1 for r in chain(*questions)), default=1)
     seq_len = min(max_seq_len, max(longest, _SHORTEST_SAMPLE))
     packed = PackedRequests.pack(questions, seq_len)
     rows = BatchPartition(local_batch_size=max(1, _TOKENS_AT_ONCE // seq_len), rank=0, ranks=1)
@@ -49,4 +49,5 @@ def score_continuations(
     by_document = attention_by_document([model], model.structure(), cp, seq_len, dtype, backend_of(device))
     with by_document():
         scores = score_requests(packed, read, rows, _CHUNK_TOKENS, False, device)
-    return list(zip(scores.log_probs.tolist(), scores.is_greedy.tolist(), strict=True))
+    pairs = zip(scores.log_probs.tolist(), scores.is_greedy.tolist(), strict=True)
+    return [list(islice(pairs, len(question))) for question in questions]

@@ -8,6 +8,19 @@ _CONTEXT = 8
 """Number of tokens before a text that decide how it begins."""
 
 
+def without_special_tokens(tokenizer: Tokenizer, tokens: Sequence[int], stop: Sequence[str]) -> str:
+    """Return the answer that lm-evaluation-harness sees in new tokens.
+
+    Args:
+        tokenizer: Of the model.
+        tokens: New tokens. Special ones are left out.
+        stop: The text ends before the first of these strings.
+    """
+    special = set(tokenizer.special_tokens.values())
+    text = tokenizer.decode([token for token in tokens if token not in special])
+    return text[: min((index for s in stop if (index := text.find(s)) >= 0), default=len(text))]
+
+
 class TextStream:
     """Incremental decoding. A character that consists of several tokens is returned with the last of these tokens."""
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from models.spec import Head
 from trainer.batch import Batch
-from trainer.data.sampling.loader import BatchPartition
+from trainer.data.sampling.loader import BatchPartition, evaluation_batches
 from trainer.data.tasks.packed_requests import PackedRequests
 from trainer.objective.cross_entropy import token_log_probs
 
@@ -21,7 +21,8 @@ def sum_by_document(values: Tensor, documents: Tensor, num_documents: int) -> Te
 
     Args:
         values: (batch, seq).
-        documents: (batch, seq).
+        documents: (batch, seq). Negative: outside all documents.
+        num_documents: Maximum number of documents of a sample.
     """
     index = documents.where(documents >= 0, num_documents)  # positions outside all documents are last
     sums = values.new_zeros(len(values), num_documents + 1)
@@ -110,12 +111,12 @@ def score_requests(
     # A continuation without tokens is in no sample.
     is_done = np.array([not request.continuation for request in packed.requests], bool)
     log_probs, is_greedy = np.zeros(len(is_done)), is_done.copy()
+    batches = evaluation_batches(packed, len(packed), partition)
     for first in range(0, len(packed), size):
         if first and is_late():
             break
-        index = first + partition.samples(np.zeros(1, np.int64))[0]
         with loading():
-            batch = packed[np.where(index < len(packed), index, -1)].to(device)
+            batch = next(batches).to(device)
         scores = readout.scores(read(batch, readout))
         for row in range(first, min(first + size, len(packed))):
             documents = packed.of_row(row)

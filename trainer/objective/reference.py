@@ -18,7 +18,7 @@ from trainer.base.system import console
 from trainer.base.system.files import atomic_write, digest, read_json_object
 from trainer.base.system.process import local_rank
 from trainer.batch import Batch
-from trainer.data.sampling.loader import BatchPartition
+from trainer.data.sampling.loader import BatchPartition, evaluation_batches
 from trainer.data.sampling.mixture import CombinedSamples
 from trainer.data.sampling.samples import Samples
 from trainer.objective.document_scores import DocumentScores
@@ -143,10 +143,8 @@ class ReferenceStore:
             first = self.num_done
             stop = min(first + -(-_PART_SAMPLES // size) * size, self.num_samples)
             tables = []
-            for start in range(first, stop, size):
-                index = start + partition.samples(np.zeros(1, np.int64))[0]
-                batch = self.samples[np.where(index < stop, index, -1)].to(device)
-                tables.append(readout.scores(read([batch], readout)).log_probs.numpy())
+            for batch in evaluation_batches(self.samples, stop, partition, first):
+                tables.append(readout.scores(read([batch.to(device)], readout)).log_probs.numpy())
             counts = np.diff(self.offsets[first : stop + 1])
             values = np.concatenate(tables)[: stop - first][np.arange(most) < counts[:, None]]
             self.values = np.concatenate((self.values[: self.offsets[first]], values))

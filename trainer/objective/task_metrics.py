@@ -22,32 +22,36 @@ def choices_values(task: TaskConfig, question: Question, log_probs: np.ndarray, 
     """Return the values of a question with choices. They are NaN if a log-probability is not finite.
 
     Args:
+        task: Whether white space at the start of a choice counts.
+        question: The question.
         log_probs: Log-probability of each choice, (choices,).
         unconditional: The same after a context that says nothing, (choices,); (0,) if acc_mutual_info is not measured.
     """
-    counted = question.continuations
-    if not task.count_leading_space:
-        counted = tuple(text.lstrip() for text in counted)
+    counted = [text if task.count_leading_space else text.lstrip() for text in question.continuations]
     characters = np.array([max(1, len(text)) for text in counted])
-    num_bytes = np.array([max(1, len(text.encode())) for text in counted])
+    num_bytes = np.array([_num_bytes(text) for text in counted])
     chosen = {"acc": log_probs, "acc_norm": log_probs / characters, "acc_bytes": log_probs / num_bytes}
     if len(unconditional):
         chosen["acc_mutual_info"] = log_probs - unconditional
     values = {name: float(value.argmax() == question.right) for name, value in chosen.items()}
     shares = np.exp(log_probs - log_probs.max())
     values["right_probability"] = float(shares[question.right] / shares.sum())
-    values |= _bits(log_probs[question.right], num_bytes[question.right])
+    values |= _bits(log_probs[question.right], question.continuations[question.right])
     is_finite = np.isfinite(log_probs).all() and np.isfinite(unconditional).all()
     return values if is_finite else dict.fromkeys(values, math.nan)
 
 
 def continuation_values(question: Question, log_prob: float, is_greedy: bool) -> Values:
-    """Return the values of a question with one continuation. is_greedy: whether each of its tokens is the most likely one."""
-    return {"acc": float(is_greedy)} | _bits(log_prob, max(1, len(question.continuations[0].encode())))
+    """Return the values of a question with one continuation. is_greedy: whether each of its tokens is the most likely one, which
+    is NaN if the log-probability is not finite."""
+    acc = float(is_greedy) if math.isfinite(log_prob) else math.nan
+    return {"acc": acc} | _bits(log_prob, question.continuations[0])
 
 
-def exact_values(task: TaskConfig, question: Question, text: str) -> Values:
-    """Return whether a generated text is one of the right answers."""
+def exact_values(task: TaskConfig, question: Question, text: str | None) -> Values:
+    """Return whether a generated text is one of the right answers. None, if the logits are not finite, gives NaN."""
+    if text is None:
+        return {"exact_match": math.nan}
     answers = {_normalized(task, _found(task, answer, answer)) for answer in question.continuations}
     return {"exact_match": float(_normalized(task, _found(task, text, "")) in answers)}
 
@@ -68,8 +72,12 @@ def _normalized(task: TaskConfig, text: str) -> str:
     return " ".join(text.split())
 
 
-def _bits(log_prob: float, num_bytes: int) -> Values:
-    return {"bits": float(-log_prob / math.log(2)), "bytes": float(num_bytes)}
+def _bits(log_prob: float, text: str) -> Values:
+    return {"bits": float(-log_prob / math.log(2)), "bytes": float(_num_bytes(text))}
+
+
+def _num_bytes(text: str) -> int:
+    return max(1, len(text.encode()))
 
 
 def means(task: TaskConfig, values: Sequence[Values]) -> dict[str, float]:

@@ -210,7 +210,16 @@ def attention_by_document(
     backend: AttentionBackend,
 ) -> Callable[[], AbstractContextManager[None]]:
     """Return a function that returns a context manager in which attention ends at document boundaries, also if it does not in
-    training. Its modules are made once: compiled blocks are compiled once for them. For the arguments see apply_attention."""
+    training. Its modules are made once: compiled blocks are compiled once for them.
+
+    Args:
+        models: This rank's stages.
+        structure: Of the model.
+        cp: Ranks over which samples are split.
+        seq_len: Length of a sample, in tokens.
+        dtype: Of the computation.
+        backend: Kernels and masks of the device.
+    """
     modules = [(model, _modules_of(model, structure, cp, seq_len, True, dtype, backend, ())) for model in models]
 
     @contextmanager

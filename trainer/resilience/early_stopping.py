@@ -22,6 +22,7 @@ class EarlyStopping:
         """Count an evaluation. A value that is not better than the best one by more than the minimum does not improve.
 
         Args:
+            state: Holds the memory of this policy.
             name: Evaluation dataset or task.
             result: Its metrics by name.
         """

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from trainer.data.tasks.encode import Request, RequestEncoder, RequestTooLong
+from trainer.data.tasks.encode import Request, RequestEncoder, UnusableRequest
 
 
 @dataclass
@@ -50,6 +50,11 @@ def test_the_text_is_encoded_as_a_whole_and_split(context, continuation, expecte
     assert encoder()(context, continuation) == Request(*map(words, expected))
 
 
+def test_a_text_that_has_no_token_of_its_own_is_refused():
+    with pytest.raises(UnusableRequest, match="its text and the end of the context are one token"):
+        encoder()("xa", "b")
+
+
 @pytest.mark.parametrize(("bos", "first"), [(1, 1), (None, 2)])
 @pytest.mark.parametrize("context", ["", " "])
 def test_an_empty_context_is_bos_or_else_eos(bos, first, context):
@@ -79,7 +84,7 @@ def test_names_of_special_tokens_are_these_tokens():
 def test_a_long_request_loses_its_first_tokens_but_never_a_target():
     assert encoder(max_tokens=3)("vwx", "yz") == Request(words("wx"), words("yz"))
     assert encoder(max_tokens=2)("vwx", "yz") == Request(words("x"), words("yz"))
-    with pytest.raises(RequestTooLong, match="a continuation has 3 tokens, but a request has at most 2"):
+    with pytest.raises(UnusableRequest, match="a continuation has 3 tokens, but a request has at most 2"):
         encoder(max_tokens=2)("x", "xyz")
 
 

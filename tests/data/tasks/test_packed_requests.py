@@ -31,9 +31,9 @@ def read_tokens(batch, row, position):
 
 
 @settings(deadline=None)
-@given(questions=QUESTIONS, share=st.booleans())
-def test_each_target_is_predicted_once_from_the_tokens_before_it(questions, share):
-    packed = PackedRequests.pack(questions, SEQ_LEN, share)
+@given(questions=QUESTIONS)
+def test_each_target_is_predicted_once_from_the_tokens_before_it(questions):
+    packed = PackedRequests.pack(questions, SEQ_LEN)
     found = {}
     for row in range(len(packed)):
         batch = packed[np.array([row])]
@@ -51,10 +51,8 @@ def test_each_target_is_predicted_once_from_the_tokens_before_it(questions, shar
 def test_requests_with_one_context_share_it():
     context = tuple(range(1, 8))
     questions = [[Request(context, (20, 21)), Request(context, (30,)), Request(context, (40, 41, 42))]]
-    shared, alone = (PackedRequests.pack(questions, SEQ_LEN, share) for share in (True, False))
-    assert (len(shared), shared.num_tokens) == (1, 6 + 2 + 1 + 3)
-    assert alone.num_tokens == 3 * 6 + 2 + 1 + 3
-    assert shared.num_documents == 3
+    packed = PackedRequests.pack(questions, SEQ_LEN)
+    assert (len(packed), packed.num_tokens, packed.num_documents) == (1, 6 + 2 + 1 + 3, 3)
 
 
 def test_equal_requests_of_a_question_are_computed_once():

@@ -12,7 +12,6 @@ from trainer.base.config.fields import Layer, Value, settings
 from trainer.base.config.flags import layer_of_flags, parse_argv
 from trainer.base.config.pretrained import layer_of_pretrained, layer_of_tokenizer
 from trainer.base.config.required_files import FILE_SECTIONS, require_files
-from trainer.base.config.schema.condition import named_settings
 from trainer.base.config.schema.config import Config
 from trainer.base.config.toml_file import DEFAULT_CONFIG, layer_of_file
 from trainer.base.config.value_rules import check_values
@@ -106,7 +105,7 @@ def _switched_off(layers: Sequence[Layer], flags: Layer) -> Layer:
             for setting in settings().values()
             if setting.key in config.origins and setting.key not in changed
             for condition in setting.constraint.only_with
-            if changed & named_settings(condition) and not condition.facts and not condition.holds(config, {})
+            if changed & condition.settings and not condition.facts and not condition.holds(config, {})
         }
         if not found:
             return off

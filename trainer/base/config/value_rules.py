@@ -87,6 +87,9 @@ def _task_rules(config: Config, key: str, task: TaskConfig) -> Iterator[tuple[st
     limit = config.training.seq_len
     yield f"{key}.max_seq_len", task.max_seq_len > limit, f"must be at most [training] seq_len = {limit}"
     yield f"{key}.stop", "" in task.stop, "must not contain an empty text"
+    criterion = config.evaluation.criterion.name
+    message = "must be 0 for the task of keep_best_on: the scores of different questions cannot be compared; set limit"
+    yield f"{key}.time_limit_s", task.time_limit_s and criterion == name, message
     problem = pattern_error(task.answer_pattern)
     yield f"{key}.answer_pattern", problem, problem
 

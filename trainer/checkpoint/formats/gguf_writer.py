@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -108,17 +109,21 @@ class GgufExport:
         keys |= {f"tokenizer.{key}": value for key, value in self.vocabulary.keys.items()}
         for key, value in keys.items():
             _add(writer, key, value)
-        with atomic_path(out) as path:
+        with atomic_path(out) as path, closing(writer):
             writer.write_header_to_file(path)
             writer.write_kv_data_to_file()
             writer.write_ti_data_to_file()
             for tensor in tensors:
                 writer.write_tensor_data(tensor)
-            writer.close()
 
     def num_bytes(self) -> int:
         """Return the total that `progress` receives."""
-        return sum(4 * math.prod(tensor.shape) for tensor in self.weights.index.values())
+        index, writes_twice = (
+            self.weights.index,
+            self.weights.spec.gguf.writes_tied and self.weights.sizes.tied_embeddings,
+        )
+        read = [*index.values(), *([index["tok_embeddings.weight"]] if writes_twice else [])]
+        return sum(4 * math.prod(tensor.shape) for tensor in read)
 
     def _general_keys(self, package: ModuleType, tensors: "list[_Tensor]") -> dict[str, Any]:
         types = package.LlamaFileType

@@ -191,8 +191,12 @@ class ChatFormat:
             TemplateFailure: The template cannot render the messages.
         """
         text = self._render(messages, add_generation_prompt).text
+        if add_generation_prompt:
+            return text
         last = str(messages[-1]["content"]).strip()
-        return text if add_generation_prompt else text[: text.rindex(last) + len(last)]
+        if last not in text:
+            raise TemplateFailure("the template changes the last message, so that it cannot be continued")
+        return text[: text.rindex(last) + len(last)]
 
     def encode_completion(self, prompt: str, completion: str) -> TokensAndMask:
         """Encode a text and its continuation without the template. The prompt, and BOS if the tokenizer adds it, are not targets.

@@ -195,9 +195,9 @@ def training_batches(
             yield batch.map(Tensor.pin_memory) if pin_memory else batch
 
 
-def evaluation_batches(samples: Samples, num_samples: int, partition: BatchPartition) -> Iterator[Batch]:
-    """Yield this rank's microbatches of the first num_samples samples, unshuffled. Every rank gets the same number of
-    microbatches; the last microbatches are padded with samples that have no targets. Raises LoadingFailed."""
+def evaluation_batches(samples: Samples, stop: int, partition: BatchPartition, first: int = 0) -> Iterator[Batch]:
+    """Yield this rank's microbatches of the samples [first, stop), unshuffled. Every rank gets the same number of microbatches;
+    the last microbatches are padded with samples that have no targets. Raises LoadingFailed."""
     with _explain_lack_of_memory():
-        for index in partition.samples(np.arange(partition.num_microbatches(num_samples))):
-            yield samples[np.where(index < num_samples, index, -1)]
+        for index in first + partition.samples(np.arange(partition.num_microbatches(stop - first))):
+            yield samples[np.where(index < stop, index, -1)]

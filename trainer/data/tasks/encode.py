@@ -50,8 +50,12 @@ def _special_names(names: tuple[str, ...]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
 
-class RequestTooLong(Exception):
-    """The reason why the model cannot read a request."""
+class UnusableRequest(Exception):
+    """The reason why a request has no score."""
+
+
+NO_TOKEN = "a continuation has a text, but no token of its own: its text and the end of the context are one token"
+"""Reason. Its log-probability of 0 would be the highest of all choices."""
 
 
 @dataclass(kw_only=True)
@@ -66,12 +70,14 @@ class RequestEncoder:
 
     def __call__(self, context: str, continuation: str) -> Request:
         """Return the tokens of a request. In a chat, the template sets the boundary, so a continuation is encoded alone, without
-        white space at its start. Raises RequestTooLong if the continuation is longer than max_tokens."""
+        white space at its start. Raises UnusableRequest if the continuation is longer than max_tokens, or has a text without a
+        token."""
         tokenizer, kept = self.tokenizer, context.rstrip()
         if self.render is not None:
             continuation = continuation.lstrip()
             before = self._context(context) if context else (before_empty(tokenizer),)
             return fitted(before, encode(tokenizer, continuation, with_prefix=False), self.max_tokens)
+        has_text = bool(continuation)
         continuation = context[len(kept) :] + continuation
         if kept:
             before = self._context(kept)
@@ -79,6 +85,8 @@ class RequestEncoder:
         else:
             before, after = (before_empty(tokenizer),), encode(tokenizer, continuation, with_prefix=False)
             after = after[1:] if after[:1] == [*before] else after  # the text begins with BOS
+        if has_text and not after:
+            raise UnusableRequest(NO_TOKEN)
         return fitted(before, after, self.max_tokens)
 
     def prompt(self, context: str, max_tokens: int) -> list[int]:
@@ -94,9 +102,9 @@ class RequestEncoder:
 
 
 def fitted(before: Sequence[int], after: Sequence[int], max_tokens: int) -> Request:
-    """Return a request that loses its first tokens if the model would read more than max_tokens. Raises RequestTooLong if there
+    """Return a request that loses its first tokens if the model would read more than max_tokens. Raises UnusableRequest if there
     are more targets."""
     if len(after) > max_tokens:
-        raise RequestTooLong(f"a continuation has {len(after)} tokens, but a request has at most {max_tokens}")
+        raise UnusableRequest(f"a continuation has {len(after)} tokens, but a request has at most {max_tokens}")
     excess = max(0, len(before) + len(after) - 1 - max_tokens)
     return Request(tuple(before[excess:]), tuple(after))

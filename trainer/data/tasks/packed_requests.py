@@ -40,13 +40,12 @@ class PackedRequests:
     the last bit, and so decide between equal choices."""
 
     @classmethod
-    def pack(cls, questions: Sequence[Sequence[Request]], seq_len: int, share: bool = True) -> "PackedRequests":
+    def pack(cls, questions: Sequence[Sequence[Request]], seq_len: int) -> "PackedRequests":
         """Pack the requests of questions.
 
         Args:
             questions: Requests of each question. None has more than seq_len tokens for the model to read.
             seq_len: Length of a sample in tokens.
-            share: Whether requests may share a context.
         """
         requests = [request for question in questions for request in question]
         rows: list[list[_Unit]] = []
@@ -58,7 +57,7 @@ class PackedRequests:
             original = {requests[i]: i for i in reversed(indices)}
             copies += [(i, original[requests[i]]) for i in indices if original[requests[i]] != i]
             own = [i for i in indices if original[requests[i]] == i and requests[i].continuation]
-            for unit in _units(requests, own, seq_len, share):
+            for unit in _units(requests, own, seq_len):
                 place = bisect.bisect_left(free, (unit.length, -1))  # the row that is filled best
                 left, row = free.pop(place) if place < len(free) else (seq_len, len(rows))
                 if row == len(rows):
@@ -112,7 +111,7 @@ class PackedRequests:
         return Batch(*map(torch.from_numpy, arrays), last_readers=torch.from_numpy(last_readers))
 
 
-def _units(requests: Sequence[Request], indices: list[int], seq_len: int, share: bool) -> list[_Unit]:
+def _units(requests: Sequence[Request], indices: list[int], seq_len: int) -> list[_Unit]:
     """Return the requests of one question as units: one for all with the same context, if a sample can hold them."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for i in indices:
@@ -120,7 +119,7 @@ def _units(requests: Sequence[Request], indices: list[int], seq_len: int, share:
     units = []
     for shared, members in groups.items():
         length = len(shared) + sum(len(requests[i].continuation) for i in members)
-        if share and len(members) > 1 and length <= seq_len:
+        if len(members) > 1 and length <= seq_len:
             units.append(_Unit(shared, members, length))
         else:
             units += [_Unit((), [i], len(shared) + len(requests[i].continuation)) for i in members]

@@ -218,6 +218,8 @@ def _require_choices(choices: Collection[str]) -> None:
 
 def _of_olmo(task: TaskConfig, path: Path, rows: list[tuple[int, dict[str, Any]]]) -> tuple[list[Question], list[str]]:
     """Return the questions of a file of OLMo's requests, and the names of settings in it that are not used."""
+    if task.delimiter != TaskConfig.delimiter:
+        raise _Fault(f"is a file of OLMo's requests, which are complete; remove delimiter = {_shown(task.delimiter)}")
     requests: dict[int, dict[int, tuple[int, dict[str, Any]]]] = {}
     for line, row in rows:
         doc, idx = row.get("doc_id"), row.get("idx")
@@ -294,7 +296,10 @@ def _olmo_question(
 
 
 def _olmo_exact(doc: int, request: Mapping[str, Any], label: Any) -> Question:
-    stop = tuple(_text(text, "stop_sequences") for text in request.get("stop_sequences") or ())
+    given = request.get("stop_sequences") or []
+    if not isinstance(given, list):
+        raise _Fault(f"stop_sequences: expected a list of texts, not {_shown(given)}")
+    stop = tuple(_text(text, "stop_sequences") for text in given)
     if "" in stop:
         raise _Fault("stop_sequences contains an empty text")
     context, answers = _text(request.get("context"), "context"), _answers(label, "label")

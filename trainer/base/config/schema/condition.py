@@ -40,6 +40,11 @@ class When:
     """Bound of a number, instead of values."""
 
     @property
+    def settings(self) -> frozenset[str]:
+        """The settings on which the condition depends."""
+        return frozenset((self.setting,))
+
+    @property
     def own_value(self) -> str:
         """The values in English, or "" if the setting is just set."""
         if self.above is not None:
@@ -91,6 +96,7 @@ class Dataset:
     """Whether it must have another type."""
 
     setting = "data.dataset"
+    settings = frozenset((setting,))
     own_value = ""
     facts = frozenset()
 
@@ -116,6 +122,7 @@ class Evaluates:
     """The run evaluates, on datasets or on tasks that have an interval of their own."""
 
     setting = "evaluation.interval_steps"
+    settings = frozenset((setting, "evaluation.tasks"))
     text = "[evaluation] interval_steps"
     own_value = ""
     facts = frozenset()
@@ -135,6 +142,7 @@ class Fact:
     setting: str = ""
     """Setting at fault, or "" if a message cannot begin with this condition."""
 
+    settings = frozenset()
     own_value = ""
 
     @property
@@ -157,6 +165,10 @@ class Either:
     setting = own_value = ""
 
     @property
+    def settings(self) -> frozenset[str]:
+        return frozenset().union(*(member.settings for member in self.members))
+
+    @property
     def text(self) -> str:
         return one_of([member.text for member in self.members])
 
@@ -173,15 +185,6 @@ class Either:
 
 Condition = When | Dataset | Evaluates | Fact | Either
 Facts = Mapping[Fact, Known]
-
-
-def named_settings(condition: Condition) -> set[str]:
-    """Return the settings on which a condition depends."""
-    if isinstance(condition, Either):
-        return set().union(*map(named_settings, condition.members))
-    if isinstance(condition, Evaluates):
-        return {condition.setting, "evaluation.tasks"}
-    return {condition.setting}
 
 
 def all_of(words: list[str]) -> str:

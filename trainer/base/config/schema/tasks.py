@@ -20,7 +20,7 @@ PYTHON_IDIOMS = "python_idioms"
 """Path of the questions that are part of the trainer."""
 _GENERATED = ("stop", "max_new_tokens", "ignore_case", "ignore_punctuation", "answer_pattern")
 _SCORED = ("count_leading_space",)
-UNUSED = {"choices": _GENERATED, "continuation": (*_GENERATED, *_SCORED), "exact": _SCORED}
+UNUSED = {"choices": _GENERATED, "continuation": (*_GENERATED, *_SCORED), "exact": ("delimiter", *_SCORED)}
 """Kind of task -> options without an effect on it."""
 
 
@@ -40,7 +40,7 @@ class TaskConfig:
     """Number of questions, the first ones; 0: all."""
     time_limit_s: Annotated[float, Constraint(min=0, max=10**7, unit="seconds")] = 0.0
     """Time after which no further batch of questions is begun. The metrics are then those of the questions that are complete. 0:
-    no limit."""
+    no limit. Not for the task of keep_best_on."""
     max_seq_len: Annotated[int, Constraint(min=0, max=10**9, unit="tokens")] = 0
     """Number of tokens of a request, at most [training] seq_len; a longer one loses its first tokens. 0: [training] seq_len."""
     save_requests: bool = False
@@ -53,7 +53,7 @@ class TaskConfig:
     OLMo's files, have none."""
     count_leading_space: bool = True
     """Whether white space at the start of a choice counts as characters and bytes in acc_norm and acc_bytes, as in
-    lm-evaluation-harness. The delimiter never counts."""
+    lm-evaluation-harness. It always counts in bits_per_byte, and the delimiter never does."""
     stop: Annotated[tuple[str, ...], Constraint(multiline=True)] = ()
     """Texts that end what the model generates. Empty: those of the question in OLMo's files, otherwise an empty line."""
     max_new_tokens: Annotated[int, Constraint(min=1, max=10**6, unit="tokens")] = 256
