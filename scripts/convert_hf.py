@@ -20,7 +20,7 @@ from trainer.base.system.signals import exit_on_interrupt
 if __name__ == "__main__":
     exit_on_interrupt()
 
-from trainer.base.config.argument_types import positive_float
+from trainer.base.config.argument_types import file_to_write, positive_float
 from trainer.base.config.arguments import Arguments
 from trainer.base.config.errors import ConfigError
 from trainer.base.config.exits import answer_early, run_to_end
@@ -54,7 +54,7 @@ def arguments() -> Arguments:
             "base model to merge into: the original one, or the one in 4 bits that was trained (default: original)"
         )
         command.add_argument("--into", choices=["original", "quantized"], help=into_help)
-    gguf.add_argument("out", type=Path, help="file to write")
+    gguf.add_argument("out", type=file_to_write, help="file to write")
     type_help = f"type of the matrices (default: {_GGUF_TYPE}); q4_0 keeps the output matrix in q8_0"
     gguf.add_argument("--type", choices=get_args(GgufType), default=_GGUF_TYPE, help=type_help)
     load.add_argument(

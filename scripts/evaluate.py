@@ -58,6 +58,7 @@ import torch.distributed as dist
 
 from trainer.base.config import ConfigError, DistributedConfig
 from trainer.base.config.checkpoints import resolve_checkpoint, why_chosen
+from trainer.base.config.errors import errors_of_options
 from trainer.base.config.packages import require_package
 from trainer.base.system.files import atomic_write, describe
 from trainer.base.system.run_files import CHECKPOINTS, METRICS_FILE, step_of
@@ -94,7 +95,7 @@ def evaluate(args: argparse.Namespace, device: torch.device) -> None:
     try:
         results = harness.run_tasks(
             generator,
-            args.tasks.split(","),
+            args.tasks,
             args.include_path,
             num_fewshot=args.num_fewshot,
             limit=args.limit,
@@ -102,7 +103,7 @@ def evaluate(args: argparse.Namespace, device: torch.device) -> None:
             apply_chat_template=args.apply_chat_template,
         )
     except TemplateFailure as failure:
-        raise ConfigError("", f"the chat template: {failure}") from None
+        raise ConfigError("data.chat_template", f"the chat template: {failure}") from None
     if dist.get_rank() == 0:
         print(harness.table(results))
         if args.output:
@@ -142,14 +143,22 @@ def _append(run: Path, records: list[dict[str, Any]]) -> None:
 
 def run(args: argparse.Namespace) -> None:
     require_package("lm_eval", "scripts/evaluate.py")
-    device = devices.select_device(args.device)
-    distributed.init_process_group(DistributedConfig(), device)
-    evaluate(args, device)
+    template = f"--chat-template {args.chat_template}" if args.chat_template else ""
+    with errors_of_options({"run.device": f"--device {args.device}", "data.chat_template": template}):
+        device = devices.select_device(args.device)
+        distributed.init_process_group(DistributedConfig(), device)
+        evaluate(args, device)
     distributed.shutdown()
 
 
 def main() -> None:
-    args = arguments().parse_args()
+    parser = arguments()
+    args = parser.parse_args()
+    args.tasks = [name.strip() for name in args.tasks.split(",")]
+    if "" in args.tasks or len(set(args.tasks)) < len(args.tasks):
+        parser.error(f"--tasks {','.join(args.tasks)}: a name is empty, or stands twice")
+    if args.chat_template and not args.apply_chat_template:
+        parser.error("--chat-template has no effect without --apply-chat-template")
     end_process_after(lambda: run(args))
 
 

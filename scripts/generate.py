@@ -65,6 +65,7 @@ import torch.distributed as dist
 
 from trainer.base.config import ConfigError, DistributedConfig
 from trainer.base.config.checkpoints import why_chosen
+from trainer.base.config.errors import errors_of_options
 from trainer.base.system.streams import print_line
 from trainer.data.chat.format import ChatFormat
 from trainer.data.chat.template import TemplateFailure
@@ -117,14 +118,14 @@ def chat(generator: TextGenerator, chat_format: ChatFormat, settings: dict[str, 
 
 
 def run(args: argparse.Namespace) -> None:
-    device = devices.select_device(args.device)
-    distributed.init_process_group(DistributedConfig(timeout_s=_TIMEOUT_S), device)
-    try:
-        generate(args, device)
-    except (ConfigError, TemplateFailure) as error:
-        of_template = isinstance(error, TemplateFailure) or error.key == "data.chat_template"
-        origin = f"--chat-template {args.chat_template}: " if of_template and args.chat_template else ""
-        raise ConfigError("", origin + (error.message if isinstance(error, ConfigError) else str(error))) from None
+    template = f"--chat-template {args.chat_template}" if args.chat_template else ""
+    with errors_of_options({"run.device": f"--device {args.device}", "data.chat_template": template}):
+        device = devices.select_device(args.device)
+        distributed.init_process_group(DistributedConfig(timeout_s=_TIMEOUT_S), device)
+        try:
+            generate(args, device)
+        except TemplateFailure as failure:
+            raise ConfigError("data.chat_template", str(failure)) from None
     distributed.shutdown()
 
 
@@ -144,6 +145,7 @@ def generate(args: argparse.Namespace, device: torch.device) -> None:
         return
     requests = [generator.text_request(text, **settings) for text in args.prompt]
     if len(requests) == 1:
+        generator.require_fitting(requests)  # before the prompt is printed
         print_on_rank_0(args.prompt[0])
         answer_printed(generator, requests[0])
         return

@@ -20,6 +20,7 @@ from trainer.base.config import ConfigError, DataConfig, EvaluationConfig, TaskC
 from trainer.base.config.schema.tasks import DEFAULT_STOP
 from trainer.base.system import console
 from trainer.base.system.files import atomic_write, digest
+from trainer.base.system.run_files import TASKS
 from trainer.base.system.spelling import counted
 from trainer.data.chat.template import TemplateFailure
 from trainer.data.prepare.encode import chat_format
@@ -37,15 +38,13 @@ from trainer.objective.task_metrics import (
     chance_level,
     choices_values,
     continuation_values,
+    empty_answer,
     exact_values,
     means,
 )
 from trainer.parallel.step import Step
 from trainer.runtime.distributed import run_on_rank_0
 from trainer.state import is_due
-
-FOLDER = "tasks"
-"""Folder of the results of single requests in the run folder."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +112,8 @@ def _load_task(name: str, config: TaskConfig, data: DataConfig, tokenizer: Token
     for question in questions:
         try:
             if config.kind == "exact":
+                if (answer := empty_answer(config, question)) is not None:
+                    raise UnusableRequest(f"nothing is left of the answer {answer[:40]!r} to compare")
                 prompts.append(encode.prompt(question.requests[0][0], room))
             else:
                 requests.append([encode(*pair) for pair in _pairs(config, question)])
@@ -247,7 +248,7 @@ class TaskEvaluator:
 
     def _save(self, task: Task, lines: Sequence[Mapping[str, Any]], number: int) -> None:
         """Write the results as JSON lines."""
-        folder = self.folder / FOLDER / task.name
+        folder = self.folder / TASKS / task.name
         try:
             folder.mkdir(parents=True, exist_ok=True)
             text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)

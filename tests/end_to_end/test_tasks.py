@@ -250,6 +250,27 @@ WRONG = {
         {"delimiter": ""},
         "question 1: a continuation has a text, but no token of its own",
     ),
+    "a label of many digits": ([ROW | {"label": "9" * 5000}], {}, "line 1: label = "),
+    "a misspelt name of the labels": (
+        [ROW | {"choices": {"text": ["a", "b"], "labels": ["A", "B"]}}],
+        {},
+        "line 1: choices: unknown field labels; expected text and label",
+    ),
+    "labels that stand twice": (
+        [ROW | {"choices": {"text": ["a", "b"], "label": ["A", "A"]}, "label": "A"}],
+        {},
+        "line 1: choices: expected one label for each of 2 choices, each another one",
+    ),
+    "an answer that vanishes": (
+        [{"prompt": "q", "answer": "..."}],
+        {"kind": "exact", "ignore_punctuation": "true", "max_new_tokens": "4"},
+        "question 1: nothing is left of the answer '...' to compare",
+    ),
+    "stop strings that are no list": (
+        [{"doc_id": 0, "idx": 0, "request": {"context": "q", "stop_sequences": "ab"}, "label": "a"}],
+        {"kind": "exact", "max_new_tokens": "4"},
+        "line 1, doc_id 0: stop_sequences: expected a list of texts",
+    ),
     "a long choice": ([ROW, ROW | {"choices": ["a", "b " * 40]}], {}, "question 2: a continuation has"),
 }
 
@@ -270,6 +291,10 @@ def test_a_wrong_task_is_one_line_before_the_first_step(ranks, tiny, tmp_path, c
     [
         (["path", "{folder}/missing.jsonl"], "--evaluation.tasks.t.path {folder}/missing.jsonl: no such file"),
         (["path", "{folder}"], "--evaluation.tasks.t.path {folder}: is a folder, not a file"),
+        (
+            ["path", "python_idioms", "kind", "exact", "answer_pattern", "[0-9]*"],
+            "--evaluation.tasks.t.answer_pattern [0-9]*: matches an empty text",
+        ),
         (["limit", "3"], '[evaluation.tasks.t] path = "" (default): expected a file of questions, or python_idioms'),
         (
             ["path", "python_idioms", "max_seq_len", "33"],

@@ -113,6 +113,11 @@ def error_of_request(folder, kind, arguments):
         ),
         (
             "generate_until",
+            ("a", {"max_gen_toks": 0}),
+            "the task sets max_gen_toks = 0; expected at least 1",
+        ),
+        (
+            "generate_until",
             ("a", {"max_gen_toks": 3, "num_beams": 2, "penalty": 1}),
             "the task sets num_beams, penalty for generation, which is not supported",
         ),
@@ -146,6 +151,8 @@ def tasks(tmp_path_factory) -> Path:
     exact += "generation_kwargs: { until: ['\\n'], max_gen_toks: 4 }\nmetric_list: [{ metric: exact_match }]\n"
     for name, text in (("choice", choice), ("exact", exact)):
         (folder / f"{name}.yaml").write_text(text + files + TASK)
+    misspelt = (choice + files + TASK).replace("own_choice", "misspelt").replace("{{context}}", "{{contxt}}")
+    (folder / "misspelt.yaml").write_text(misspelt)
     return folder
 
 
@@ -184,6 +191,8 @@ def test_errors_of_the_command_are_one_line(run, tasks, tmp_path):
     for words, line in (
         (["own_choices"], "--tasks own_choices: no such task; did you mean 'own_choice'?"),
         (["own_choice", "--tp", "3"], "--tp 3: must divide the number of ranks, 1"),
+        (["misspelt"], "--tasks misspelt: the harness fails with UndefinedError: 'contxt' is undefined"),
+        (["own_choice,"], "--tasks own_choice,: a name is empty, or stands twice"),
     ):
         done = evaluate(tmp_path, run, "--include-path", tasks, "--tasks", *words)
         assert (done.returncode, done.stdout) == (2, "")

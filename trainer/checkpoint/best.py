@@ -61,7 +61,7 @@ class BestTracker:
         valid = state[:1] == [self.identity] and state[1] in steps
         if state and self.criterion.name and not valid:
             console.info(
-                f"ignoring the previous best step {state[1]}, because the evaluation changed (its data, the options of "
-                "the task or [evaluation] averaged), or that checkpoint is missing"
+                f"ignoring the previous best step {state[1]}, because the evaluation changed (keep_best_on, its data, the "
+                "options of the task or [evaluation] averaged), or that checkpoint is missing"
             )
         self._saved, self._pending = (state[1], state[2]) if valid else (0, self.criterion.worst), None

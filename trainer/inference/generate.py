@@ -149,8 +149,13 @@ class TextGenerator:
         Raises:
             ConfigError: A prompt fills the context window, or memory is lacking.
         """
-        for request in requests:
-            if len(request.prompt) >= self.max_seq_len:
-                message = f"the prompt has {len(request.prompt)} tokens; prompt and answer share a context window of"
-                raise ConfigError("", f"{message} {self.max_seq_len} tokens (--max-seq-len)")
+        self.require_fitting(requests)
         return generate(requests, self.cache, self.tokenizer, on_text)
+
+    def require_fitting(self, requests: Sequence[TextRequest]) -> None:
+        """Raise ConfigError if a prompt fills the context window."""
+        for number, request in enumerate(requests, start=1):
+            if len(request.prompt) >= self.max_seq_len:
+                which = f"prompt {number}" if len(requests) > 1 else "the prompt"
+                message = f"{which} has {len(request.prompt)} tokens; prompt and answer share a context window of"
+                raise ConfigError("", f"{message} {self.max_seq_len} tokens (--max-seq-len)")

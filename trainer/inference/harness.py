@@ -6,6 +6,7 @@ answers. So nothing depends on the number of ranks, and no request is repeated t
 
 import json
 import logging
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from itertools import chain, groupby
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+import yaml
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.evaluator import simple_evaluate
@@ -129,6 +131,14 @@ class HarnessModel(TemplateLM):
         if unknown := settings.keys() - _SETTINGS:
             raise ConfigError("", f"the task sets {', '.join(sorted(unknown))} for generation, which is not supported")
         new = settings["max_gen_toks"]
+        for name, is_right, rule in (
+            ("max_gen_toks", new >= 1, "at least 1"),
+            ("temperature", (settings.get("temperature") or 0) >= 0, "at least 0"),
+            ("top_k", (settings.get("top_k") or 0) >= 0, "at least 0"),
+            ("top_p", 0 < (settings.get("top_p") or 1) <= 1, "above 0 and at most 1"),
+        ):
+            if not is_right:
+                raise ConfigError("", f"the task sets {name} = {settings[name]}; expected {rule}")
         if new >= self.max_length:
             message = f"the task generates up to {new} tokens, but the context window has {self.max_length}"
             raise ConfigError("", f"{message} tokens (--max-seq-len)")
@@ -190,10 +200,14 @@ def run_tasks(
         logging.getLogger("lm_eval").setLevel(logging.ERROR)  # rank 0 says the same
     tasks = _tasks(names, include_path)
     if unknown := [name for name in names if name not in tasks.all_tasks]:
-        raise ConfigError("", f"--tasks {unknown[0]}: no such task{did_you_mean(unknown[0], tasks.all_tasks)}")
-    run_on_rank_0(lambda: _download(tasks, names))
+        problem = _yaml_problem(unknown[0], include_path) or did_you_mean(unknown[0], tasks.all_tasks)
+        raise ConfigError("", f"--tasks {unknown[0]}: no such task{problem}")
     model = HarnessModel(generator)
-    return simple_evaluate(model, tasks=[*names], task_manager=tasks, log_samples=False, **settings) or {}
+    try:
+        run_on_rank_0(lambda: _download(tasks, names))  # the other ranks then find it
+        return simple_evaluate(model, tasks=[*names], task_manager=tasks, log_samples=False, **settings) or {}
+    except Exception as error:
+        raise _fault_of_task(error, names) from None
 
 
 def _tasks(names: Sequence[str], include_path: Path | None) -> TaskManager:
@@ -205,12 +219,34 @@ def _tasks(names: Sequence[str], include_path: Path | None) -> TaskManager:
 
 
 def _download(tasks: TaskManager, names: Sequence[str]) -> None:
-    """Load the data, which the other ranks then find in the cache. Raises ConfigError."""
+    """Load the data into the cache. Raises ConfigError."""
     try:
         tasks.load([*names])
-    except OSError as error:
-        reason = first_line(error) or type(error).__name__
-        raise ConfigError("", f"--tasks {','.join(names)}: the data cannot be loaded: {reason}") from None
+    except Exception as error:
+        raise _fault_of_task(error, names) from None
+
+
+def _fault_of_task(error: Exception, names: Sequence[str]) -> Exception:
+    """Return a ConfigError instead of an error of the harness, which is a fault of a task: a missing file, a misspelt field or
+    metric. An error of this project is returned as it is."""
+    own = Path(__file__).parents[2]
+    frames = [Path(frame.f_code.co_filename) for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if isinstance(error, ConfigError) or any(own in path.parents for path in frames[1:]):
+        return error
+    reason = first_line(error)
+    name = type(error).__name__
+    return ConfigError("", f"--tasks {','.join(names)}: the harness fails with {name}{f': {reason}' if reason else ''}")
+
+
+def _yaml_problem(name: str, include_path: Path | None) -> str:
+    """Return why the harness has ignored the file of a task, or ""."""
+    for path in sorted(include_path.rglob(f"{name}.yaml")) if include_path else ():
+        try:
+            yaml.safe_load(path.read_text())
+        except (OSError, ValueError, yaml.YAMLError) as error:
+            return f": {path} cannot be read: {' '.join(str(error).split())}"
+        return f": {path} has another name in task"
+    return ""
 
 
 def table(results: Mapping[str, Any]) -> str:

@@ -56,6 +56,11 @@ def exact_values(task: TaskConfig, question: Question, text: str | None) -> Valu
     return {"exact_match": float(_normalized(task, _found(task, text, "")) in answers)}
 
 
+def empty_answer(task: TaskConfig, question: Question) -> str | None:
+    """Return the first right answer of which nothing is left to compare, or None. Each text without an answer would equal it."""
+    return next((a for a in question.continuations if not _normalized(task, _found(task, a, a))), None)
+
+
 def _found(task: TaskConfig, text: str, otherwise: str) -> str:
     """Return what answer_pattern finds in a text, or `otherwise`."""
     if not task.answer_pattern:

@@ -21,7 +21,7 @@ from trainer.base.config.render import to_toml
 from trainer.base.system import console
 from trainer.base.system.environment import environment
 from trainer.base.system.files import atomic_write, creation_error, file_error, folder_error, lock_holder, try_lock
-from trainer.base.system.run_files import CHECKPOINTS, CONFIG_FILE, ENVIRONMENT_FILE, METRICS_FILE, MODEL_FILE
+from trainer.base.system.run_files import CHECKPOINTS, CONFIG_FILE, ENVIRONMENT_FILE, METRICS_FILE, MODEL_FILE, TASKS
 from trainer.checkpoint import resume
 from trainer.checkpoint.formats.export import export_run
 from trainer.checkpoint.formats.folders import metadata_and_generation
@@ -88,7 +88,7 @@ def _check_types(folder: Path) -> None:
     """Raise ConfigError if a name in the run folder belongs to something that is not the run's file or folder. Opening a named
     pipe would wait forever."""
     problems = {folder / name: file_error(folder / name) for name in (_LOCK, _LOG, *_FILES)}
-    folders = (folder / name for name in _FOLDERS)
+    folders = (folder / name for name in (*_FOLDERS, TASKS))
     problems |= {path: folder_error(path) for path in folders if os.path.lexists(path)}
     for path, problem in problems.items():
         if problem:

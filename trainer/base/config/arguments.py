@@ -1,6 +1,8 @@
 """Parser of the arguments of scripts."""
 
 import argparse
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -53,12 +55,18 @@ class Arguments(argparse.ArgumentParser):
             raise
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[argparse.Namespace, list[str]]:
+        words = sys.argv[1:] if args is None else args
+        if self._subparsers is None:  # before it is missed that a required option, which is misspelt, is missing
+            self._refuse_unknown([word for word in words if word.partition("=")[0] not in self._option_string_actions])
         parsed, rest = super().parse_known_args(args, namespace)
-        for word in rest:
+        self._refuse_unknown(rest)
+        return parsed, rest
+
+    def _refuse_unknown(self, words: Sequence[str]) -> None:
+        for word in words:
             flag = word.partition("=")[0]
             if flag.startswith("--") and (hint := self._hint(flag)):
                 self.error(f"{flag}: unknown option{hint}")
-        return parsed, rest
 
     def _hint(self, flag: str) -> str:
         """Return a hint about an unknown option, or "" if there is none or it may be a setting."""

@@ -1,6 +1,6 @@
 """Error about a setting."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from trainer.base.system.streams import printable
@@ -20,6 +20,20 @@ class ConfigError(Exception):
 
     def __reduce__(self) -> tuple:
         return ConfigError, (self.key, self.message)  # worker processes raise it too
+
+
+@contextmanager
+def errors_of_options(options: Mapping[str, str]) -> Iterator[None]:
+    """Context manager whose body raises a ConfigError that names the option of a command instead of a setting. options: setting
+    -> option with its value, or "" if it is not given."""
+    try:
+        yield
+    except ConfigError as error:
+        message = error.message
+        for key, option in options.items():
+            message = message.replace(f"--{key} ", f"{option.partition(' ')[0]} ") if option else message
+        given = options.get(error.key, "")
+        raise ConfigError("", f"{given}: {message}" if given else message) from None
 
 
 @contextmanager

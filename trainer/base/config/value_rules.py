@@ -71,7 +71,9 @@ def _rules(config: Config) -> Iterator[tuple[str, object, str]]:
 def _task_rules(config: Config, key: str, task: TaskConfig) -> Iterator[tuple[str, object, str]]:
     name = key.rpartition(".")[2]
     kind, default = f"kind = {task.kind}", TaskConfig()
-    yield f"{key}.path", not task.path, f"expected a file of questions, or {PYTHON_IDIOMS}"
+    others = [other for other, given in config.evaluation.tasks.items() if given.path]
+    message = f"expected a file of questions, or {PYTHON_IDIOMS}{did_you_mean(name, others, 'the task {!r}')}"
+    yield f"{key}.path", not task.path, message
     problem = "" if task.path == PYTHON_IDIOMS else path_error(task.path)
     yield f"{key}.path", problem, problem
     message = "the name of a task must differ from those of the evaluation datasets"
@@ -92,6 +94,8 @@ def _task_rules(config: Config, key: str, task: TaskConfig) -> Iterator[tuple[st
     yield f"{key}.time_limit_s", task.time_limit_s and criterion == name, message
     problem = pattern_error(task.answer_pattern)
     yield f"{key}.answer_pattern", problem, problem
+    finds_nothing = task.answer_pattern and not problem and re.search(task.answer_pattern, "")
+    yield f"{key}.answer_pattern", finds_nothing, "matches an empty text, so that every text has an empty answer"
 
 
 def pattern_error(pattern: str) -> str:

@@ -16,6 +16,8 @@ MANIFEST = "manifest.json"
 """Name of the file that every checkpoint has. It is written last."""
 MODEL_FILE = "model.json"
 """Name of the file in a checkpoint that describes the model and lists the tokenizer files."""
+TASKS = "tasks"
+"""Name of the folder with the results of single requests of tasks."""
 STATE_FILE = "train_state.json"
 """Name of the file in a checkpoint with the step and the values that a resumed run continues."""
 LARGEST_CONFIG = 2**24

@@ -8,6 +8,7 @@ the same because their texts are.
 """
 
 import json
+import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,10 @@ _CONTINUATIONS = ("continuation", "completion", "target", "text", "answer")
 _LABELS = ("label", "gold", "answer", "answerKey", "answer_index", "answer_idx", "target")
 _ANSWERS = ("answers", "answer", "label", "target", "gold", "short_answer")
 _OF_OLMO = ("doc_id", "idx", "request")
+_OLMO_NAMES = ("request_type", "task_name", "native_id")
+"""Further fields of OLMo's files, which say what a request is and change no score."""
+_LONGEST_INDEX = 20
+"""Number of characters from which digits are no index."""
 _SHOWN = 60
 """Number of characters of a value in a message."""
 
@@ -70,7 +75,8 @@ def read_questions(task: TaskConfig, key: str) -> tuple[list[Question], list[str
     except _Fault as fault:
         raise ConfigError(f"{key}.path", str(fault)) from None
     except (OSError, BrokenStream) as error:
-        raise ConfigError(f"{key}.path", f"cannot be read: {getattr(error, 'strerror', None) or error}") from None
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{key}.path", f"cannot be read: {reason}") from None
     return questions[: task.limit or None], unused
 
 
@@ -111,12 +117,16 @@ def _choices(task: TaskConfig, key: str, row: Mapping[str, Any], used: set[str])
     field = _one_of(row, _CHOICES, used, "choices")
     given, names = row[field], None
     if isinstance(given, dict):  # as in ARC: {"text": [...], "label": ["A", ...]}
+        if unknown := [key for key in given if key not in ("text", "label")]:
+            raise _Fault(f"{field}: unknown field {unknown[0]}; expected text and label")
+        if "label" in given and not isinstance(given["label"], list):
+            raise _Fault(f"{field}: label: expected a list of names, not {_shown(given['label'])}")
         given, names = given.get("text"), given.get("label")
     if not isinstance(given, list) or not given:
         raise _Fault(f"{field}: expected a list of choices")
     choices = tuple(_text(choice, field) for choice in given)
-    if names is not None and (not isinstance(names, list) or len(names) != len(choices)):
-        raise _Fault(f"{field}: expected one label for each of {len(choices)} choices")
+    if names is not None and (len(names) != len(choices) or len(set(map(str, names))) < len(names)):
+        raise _Fault(f"{field}: expected one label for each of {len(choices)} choices, each another one")
     label = _one_of(row, _LABELS, used, "the right choice")
     right = _index(row[label], label, choices, names)
     _require_choices(choices)
@@ -156,10 +166,14 @@ def _one_of(row: Mapping[str, Any], names: Collection[str], used: set[str], what
 
 def _answers(value: Any, field: str) -> tuple[str, ...]:
     values = value if isinstance(value, list) else [value]
-    answers = tuple(str(v) if type(v) in (int, float) else _text(v, field) for v in values)
+    answers = tuple(str(v) if _is_number(v) else _text(v, field) for v in values)
     if not answers:
         raise _Fault(f"{field}: expected an answer, or a list of answers")
     return answers
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) is int or (type(value) is float and math.isfinite(value))
 
 
 def _text(value: Any, field: str) -> str:
@@ -195,7 +209,7 @@ def _index(label: Any, field: str, choices: Collection[str], names: Collection[A
         letters = [chr(ord("A") + i) for i in range(len(choices))]
         meanings = {i for i, pair in enumerate(zip(choices, letters, strict=True)) if label in pair}
         if label.strip().isdecimal():
-            meanings.add(int(label))
+            meanings.add(int(label) if len(label) < _LONGEST_INDEX else -1)
     if len(meanings) > 1:
         meant = " or ".join(str(index) for index in sorted(meanings))
         raise _Fault(
@@ -243,10 +257,11 @@ def _of_olmo(task: TaskConfig, path: Path, rows: list[tuple[int, dict[str, Any]]
                 questions.append(_olmo_question(task, doc, requests[doc], unconditional))
         except _Fault as fault:
             raise _Fault(f"line {line}, doc_id {doc}: {fault}") from None
-    unused = (
-        ["request.generation_kwargs"] if task.kind == "exact" and "generation_kwargs" in rows[0][1]["request"] else []
-    )
-    return questions, unused
+    known = {"doc_id", "idx", "request", "doc", "label", *_OLMO_NAMES}
+    unused = {name for _, row in rows for name in row.keys() - known}
+    if task.kind == "exact":
+        unused |= {"request.generation_kwargs" for _, row in rows if "generation_kwargs" in row["request"]}
+    return questions, sorted(unused)
 
 
 def _offset(path: Path) -> int:
