@@ -36,6 +36,7 @@ def run(config: Config, listener: SignalListener) -> int:
 
     from trainer.build import build_trainer
     from trainer.checkpoint.commit import SaveFailed
+    from trainer.checkpoint.mirror import open_mirror
     from trainer.data.store.arrays import LoadingFailed
     from trainer.resilience.guard import TrainingDiverged
     from trainer.run.resolve import resolve
@@ -50,9 +51,10 @@ def run(config: Config, listener: SignalListener) -> int:
         distributed.init_process_group(config.distributed, rank_device)
         distributed.require_agreement(resolved.shared)
         lock = acquire_lock(config.run.folder)
+        mirror = open_mirror(config.checkpoint, config.run.folder)
         point = resume_point(config.run.folder, config.checkpoint.load_step, resolved.fingerprint)
         if point is None or not already_finished(config, point.state):
-            trainer = build_trainer(config, resolved, rank_device, point)
+            trainer = build_trainer(config, resolved, rank_device, point, mirror=mirror)
             gc.collect()
             # Later collections skip the imported objects. To visit them takes 0.2 s, at another step on each rank.
             gc.freeze()

@@ -1,12 +1,16 @@
-"""List, verify and inspect checkpoints.
+"""List, verify and inspect checkpoints, on the disk and in an object store.
 
     python scripts/checkpoint.py list outputs/debug
     python scripts/checkpoint.py inspect outputs/debug/checkpoints/step-00000300
     python scripts/checkpoint.py verify outputs/debug@best
+    python scripts/checkpoint.py list s3://bucket/my-run            # what [checkpoint] mirror has uploaded
+    python scripts/checkpoint.py fetch s3://bucket/my-run outputs/my-run
+    python scripts/checkpoint.py prune s3://bucket/my-run           # remove what is no part of the run's history
 
 The exit code is 1 if a checkpoint is damaged. Only `verify` reads whole files; `list` and `inspect` check names and sizes.
 """
 
+import argparse
 import json
 import signal
 import sys
@@ -21,6 +25,7 @@ from trainer.base.system.signals import exit_on_interrupt
 if __name__ == "__main__":
     exit_on_interrupt()
 
+from trainer.base.config.argument_types import local_path, positive_int
 from trainer.base.config.arguments import Arguments
 from trainer.base.config.errors import ConfigError
 from trainer.base.config.exits import answer_early, run_to_end
@@ -28,9 +33,15 @@ from trainer.base.config.exits import answer_early, run_to_end
 
 def arguments() -> Arguments:
     parser = Arguments(__doc__)
-    command_help = "list: print the steps, newest first; verify: check all files; inspect: print metadata and tensors"
-    parser.add_argument("command", choices=["list", "verify", "inspect"], help=command_help)
-    parser.add_argument("path", type=Path, help="run folder, its checkpoints/ folder, one checkpoint, or RUN@best")
+    command_help = (
+        "list: print the steps, newest first; verify: check all files; inspect: print metadata and tensors; fetch: download the "
+        "newest checkpoint; prune: remove discarded and unfinished ones"
+    )
+    parser.add_argument("command", choices=["list", "verify", "inspect", "fetch", "prune"], help=command_help)
+    path_help = "run folder, its checkpoints/ folder, one checkpoint, or RUN@best; URL of a mirror, except for inspect"
+    parser.add_argument("path", type=str, help=path_help)
+    parser.add_argument("out", type=Path, nargs="?", help="run folder into which fetch downloads")
+    parser.add_argument("--step", type=positive_int, metavar="N", help="step to fetch (default: the newest)")
     return parser
 
 
@@ -43,11 +54,14 @@ from trainer.base.config.checkpoints import best_checkpoint, best_step, list_che
 from trainer.base.config.recognition import is_checkpoint
 from trainer.base.system import console
 from trainer.base.system.files import folder_error
+from trainer.base.system.object_store import ObjectStore, StoreError, is_url
 from trainer.base.system.paths import split_best
 from trainer.base.system.run_files import CHECKPOINTS, STATE_FILE, parse_step
 from trainer.base.system.spelling import counted
-from trainer.checkpoint import manifest
+from trainer.checkpoint import manifest, remote
+from trainer.checkpoint.lease import Lease
 from trainer.checkpoint.manifest import CorruptError
+from trainer.checkpoint.remote import Lineage
 from trainer.checkpoint.resume import LARGEST_STATE, check_train_state
 from trainer.checkpoint.tensor_files import read_index
 
@@ -125,18 +139,84 @@ def inspect(checkpoints: list[Path]) -> Iterator[bool]:
             yield False
 
 
-COMMANDS = {"list": print_list, "verify": verify, "inspect": inspect}
+# ---------------------------------------------------------------- mirrors
+
+
+def print_mirror(store: ObjectStore, lineage: Lineage, args: argparse.Namespace) -> Iterator[bool]:
+    for name in reversed(lineage.saves):
+        save = remote.read_save(store, name)
+        size = f"{save.num_bytes / 2**20:>12,.1f} MiB" if save else "unfinished"
+        print(f"{name}  {size}{'  best' if lineage.best_step == remote.step_of_name(name) else ''}")
+        yield True
+
+
+def verify_mirror(store: ObjectStore, lineage: Lineage, args: argparse.Namespace) -> Iterator[bool]:
+    for name in reversed(lineage.saves):
+        if (save := remote.read_save(store, name)) is not None:
+            problem = remote.find_damage(store, save)
+            print(f"{name}: {problem or 'intact'}", flush=True)
+            yield not problem
+
+
+def fetch(store: ObjectStore, lineage: Lineage, args: argparse.Namespace) -> Iterator[bool]:
+    if args.out is None:
+        raise ConfigError("", "fetch needs the run folder to download into")
+    for name in reversed(lineage.saves):
+        save = remote.read_save(store, name) if args.step in (None, remote.step_of_name(name)) else None
+        if save is not None:
+            with console.progress(save.num_bytes, "B", "fetching") as bar:
+                print(remote.fetch(store, save, args.out / CHECKPOINTS, bar.update))
+            yield True
+            return
+    which = "complete checkpoint" if args.step is None else f"complete checkpoint of step {args.step}"
+    raise ConfigError("", f"{args.path} has no {which}")
+
+
+def prune(store: ObjectStore, lineage: Lineage, args: argparse.Namespace) -> Iterator[bool]:
+    lease = Lease.acquire(store, timeout_s=60.0, is_conditional=True, own_before="")
+    unused = remote.unused_objects(store, lineage)
+    store.delete(item.key for item in unused)
+    print(f"removed {counted(len(unused), 'object')} ({sum(item.size for item in unused) / 2**20:,.1f} MiB)")
+    lease.release()
+    yield True
+
+
+ON_DISK = {"list": print_list, "verify": verify, "inspect": inspect}
+ON_MIRROR = {"list": print_mirror, "verify": verify_mirror, "fetch": fetch, "prune": prune}
+"""Command -> function that yields whether each checkpoint is intact."""
+
+
+def of_mirror(args: argparse.Namespace) -> list[bool]:
+    """Run a command on a mirror. Raises ConfigError."""
+    if args.command not in ON_MIRROR:
+        raise ConfigError("", f"{args.command} reads a local checkpoint; fetch it first")
+    try:
+        store = ObjectStore(args.path)
+        lineage = Lineage.read(store)
+        if not lineage.version:
+            raise ConfigError("", f"{args.path}: no run is mirrored there")
+        return list(ON_MIRROR[args.command](store, lineage, args))
+    except (StoreError, CorruptError) as error:
+        raise ConfigError("", str(error)) from None
+
+
+def of_folder(args: argparse.Namespace) -> list[bool]:
+    """Run a command on a run folder or a checkpoint. Raises ConfigError."""
+    if args.command not in ON_DISK:
+        raise ConfigError("", f"{args.command} needs the URL of a mirror, such as s3://bucket/my-run")
+    path = local_path(args.path)
+    if problem := folder_error(split_best(path)[0]):
+        raise ConfigError("", f"{path}: {problem}")
+    checkpoints = find_checkpoints(path)
+    if not checkpoints:
+        raise ConfigError("", f"{path}: contains no checkpoint")
+    return list(ON_DISK[args.command](checkpoints))
 
 
 def main() -> None:
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # "| head" ends the process
     args = arguments().parse_args()
-    if problem := folder_error(split_best(args.path)[0]):
-        raise ConfigError("", f"{args.path}: {problem}")
-    checkpoints = find_checkpoints(args.path)
-    if not checkpoints:
-        raise ConfigError("", f"{args.path}: contains no checkpoint")
-    intact = list(COMMANDS[args.command](checkpoints))
+    intact = of_mirror(args) if is_url(args.path) else of_folder(args)
     sys.exit(0 if all(intact) else 1)
 
 

@@ -21,6 +21,7 @@ from trainer.base.system import console
 from trainer.base.system.files import read_json_lines
 from trainer.batch import Batch
 from trainer.build import build_trainer
+from trainer.checkpoint.mirror import open_mirror
 from trainer.checkpoint.tensor_files import TensorMetadata, read_rows
 from trainer.run.resolve import resolve
 from trainer.run.run_folder import resume_point
@@ -115,8 +116,9 @@ def trainer_from(argv: Sequence[str]) -> Trainer:
     """Build the Trainer of a command line on this rank, resumed from the latest checkpoint of its run."""
     config = load_config(argv)
     resolved = resolve(config, dist.get_world_size())
+    mirror = open_mirror(config.checkpoint, config.run.folder)
     point = resume_point(config.run.folder, config.checkpoint.load_step, resolved.fingerprint)
-    return build_trainer(config, resolved, torch.device("cpu"), point)
+    return build_trainer(config, resolved, torch.device("cpu"), point, mirror=mirror)
 
 
 def train(argv: Sequence[str]) -> Result:

@@ -25,6 +25,7 @@ from trainer.checkpoint.async_save import WRITERS
 from trainer.checkpoint.best import BestTracker
 from trainer.checkpoint.formats.model_metadata import GENERATION_CONFIG, ids_of_ends
 from trainer.checkpoint.manager import CheckpointManager, saved_tensors
+from trainer.checkpoint.mirror import Mirror
 from trainer.checkpoint.resume import ResumePoint
 from trainer.data.sampling.loader import BatchPartition
 from trainer.engine import Engine, build_model_parts, build_objective
@@ -63,6 +64,7 @@ def build_trainer(
     device: torch.device,
     point: ResumePoint | None,
     objective: Objective | None = None,
+    mirror: Mirror | None = None,
 ) -> Trainer:
     """Build the Trainer of a run, collectively, and lock its folder. The process group must exist.
 
@@ -72,6 +74,7 @@ def build_trainer(
         device: Device of this rank.
         point: Checkpoint to resume from.
         objective: What the run minimizes. None: what the settings select.
+        mirror: Result of `open_mirror`, which comes before `resume_point`.
 
     Raises:
         ConfigError: The data, the model, the checkpoint or the run folder cannot be used, the folder is in use, or z_loss is set
@@ -79,6 +82,8 @@ def build_trainer(
     """
     compatibility.check(config, {OWN_OBJECTIVE: Known(objective is not None)})
     lock = acquire_lock(config.run.folder)
+    if config.checkpoint.mirror and run_on_rank_0(lambda: mirror is None):
+        raise ConfigError("checkpoint.mirror", "a program calls open_mirror before resume_point, and passes its result")
     _prepare_run_folder(config, is_new=point is None)
     _set_up_process(config, device)
     meshes = _build_meshes(config, resolved, device)
@@ -93,7 +98,7 @@ def build_trainer(
     data = initial_model.Data(run.datasets.training, run.eval_sets, partition)
     initial = initial_model.load(start, run.text, engine, data)
     state = _first_state(run, resolved, initial)
-    checkpoints = _build_checkpoints(run, resolved, engine, initial)
+    checkpoints = _build_checkpoints(run, resolved, engine, initial, mirror)
     if point is not None:
         checkpoints.restore(point, state)
     _record_start(run, resolved, device, point, state)
@@ -164,7 +169,7 @@ def _build_stragglers(
 
 
 def _build_checkpoints(
-    run: CheckedRun, resolved: ResolvedRun, engine: Engine, initial: InitialModel
+    run: CheckedRun, resolved: ResolvedRun, engine: Engine, initial: InitialModel, mirror: Mirror | None
 ) -> CheckpointManager:
     """Start the writer of checkpoints, and build their manager."""
     config = run.config
@@ -179,6 +184,7 @@ def _build_checkpoints(
         after_load=partial(engine.optimizer.sync_master_weights, state_loaded=True),
         best=BestTracker(config.evaluation, run.identity_of(config.evaluation.criterion.name)),
         writer=writer,
+        mirror=mirror,
         steps=config.training.steps,
         stored_names={
             f"{group}/{name}" for group in ("model", "optimizer", "average") for name in resolved.saved_names

@@ -85,6 +85,8 @@ class Trainer:
                     continue
                 ended = self._after_step(verdict.outcome, result, verdict.stop)
             self._wait_for_saves()
+            with self.watchdog.paused():
+                self.checkpoints.finish_mirror()
             if self.profiler.recording:
                 self._profile(self.profiler.stop)
             is_complete = state.step == steps or self.early_stopping.reason(state)

@@ -16,7 +16,7 @@ checkpoints/
 
 import shutil
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -59,6 +59,8 @@ class SaveRequest:
     """Interval in steps. Checkpoints at its multiples are kept regardless of `keep`. 0 disables this rule."""
     keep_best: int
     """Step of the best checkpoint, which is kept regardless of `keep`, or 0 if there is none."""
+    after_commit: "Callable[[SaveRequest], None] | None" = None
+    """Called on all ranks after the commit, and deletes old checkpoints later. None: rank 0 deletes them at once."""
 
     @property
     def final(self) -> Path:
@@ -123,7 +125,9 @@ def save(
                 reason = f"rank {failed_rank}: {describe(cause)}"
                 raise SaveFailed(f"step {request.step} could not be saved: {reason}") from error
         raise
-    if rank == 0:
+    if request.after_commit is not None:
+        request.after_commit(request)
+    elif rank == 0:
         prune(request)
 
 
@@ -145,10 +149,10 @@ def _commit(request: SaveRequest, staging_dir: Path, files: dict[str, File]) -> 
         _remove(replaced)
 
 
-def prune(request: SaveRequest) -> None:
+def prune(request: SaveRequest, protected: Collection[Path] = ()) -> None:
     """Delete old checkpoints. The checkpoint just saved counts towards `keep`, but incomplete checkpoints do not count.
     Checkpoints of later steps are kept: the run resumed from an earlier step because they are damaged.
-    File system errors are logged as a warning."""
+    File system errors are logged as a warning. protected: further checkpoints to keep."""
     if not request.keep:
         return
     interval = request.keep_interval_steps
@@ -158,7 +162,7 @@ def prune(request: SaveRequest) -> None:
             step = step_of(path)
             if step >= request.step:
                 continue
-            is_protected = step == request.keep_best or (interval > 0 and step % interval == 0)
+            is_protected = path in protected or step == request.keep_best or (interval > 0 and step % interval == 0)
             if complete >= request.keep and not is_protected:
                 if not path.is_symlink():
                     _remove(path)

@@ -17,10 +17,11 @@ from trainer.base.system.spelling import counted
 from trainer.checkpoint import resume
 from trainer.checkpoint.async_save import SaveResult, Writer
 from trainer.checkpoint.best import BestTracker
-from trainer.checkpoint.commit import SaveRequest, load
+from trainer.checkpoint.commit import SaveFailed, SaveRequest, load
+from trainer.checkpoint.mirror import Mirror
 from trainer.checkpoint.resume import ResumePoint
 from trainer.runtime import device as devices
-from trainer.runtime.distributed import run_on_rank_0
+from trainer.runtime.distributed import once_per_node, run_on_rank_0
 from trainer.state import TrainState, is_due
 
 
@@ -36,6 +37,7 @@ class CheckpointManager:
         after_load: Callable[[], None],
         best: BestTracker,
         writer: Writer,
+        mirror: Mirror | None = None,
         *,
         steps: int,
         stored_names: set[str],
@@ -52,6 +54,7 @@ class CheckpointManager:
             after_load: Function to call after a checkpoint is loaded into these tensors.
             best: Which checkpoint is the best one by keep_best_on.
             writer: It is started with the tensors of `saved_tensors`.
+            mirror: Uploads what is committed, on the first rank of each node.
             steps: Number of steps of the run.
             stored_names: Names of the tensors of the model and the optimizer on all ranks.
             files: Small files to save in every checkpoint.
@@ -64,6 +67,7 @@ class CheckpointManager:
         self.after_load = after_load
         self.best = best
         self.writer = writer
+        self.mirror = mirror
         self.steps = steps
         self.stored_names = stored_names
         self.files = files
@@ -76,8 +80,15 @@ class CheckpointManager:
         self.writer.before_update()
 
     def close(self) -> None:
-        """Stop the writer without waiting for a save in flight."""
+        """Stop the writer and the mirror without waiting for a save or an upload in flight."""
         self.writer.close()
+        if self.mirror is not None:
+            self.mirror.close()
+
+    def finish_mirror(self) -> None:
+        """Wait for the uploads, collectively. See Mirror.finish."""
+        if self.config.mirror:
+            once_per_node(lambda: self.mirror.finish() or "")
 
     def due(self, step: int) -> bool:
         if not self.config.enabled:
@@ -99,6 +110,8 @@ class CheckpointManager:
         if not self.config.enabled:
             return []
         results = self.wait()
+        if self.config.mirror and (failure := run_on_rank_0(lambda: self.mirror.uploads.failure)):
+            raise SaveFailed(failure)
         self._deferred = suspect and not last
         if self._deferred:
             return results
@@ -116,6 +129,7 @@ class CheckpointManager:
             keep=0 if suspect else self.config.keep,  # 0: delete nothing
             keep_interval_steps=self.config.keep_interval_steps,
             keep_best=self.best.step,
+            after_commit=self._mirror_request if self.config.mirror else None,
         )
         self.writer.save(request, saved_tensors(self.tensors(), rng))
         return results + self.poll()
@@ -144,6 +158,10 @@ class CheckpointManager:
             )
         return [result for result in results if result.failure is None]
 
+    def _mirror_request(self, request: SaveRequest) -> None:
+        if self.mirror is not None:
+            self.mirror.add(request)
+
     def restore(self, point: ResumePoint, state: TrainState) -> None:
         """Load a checkpoint, collectively, into the tensors in use and into `state`. Raises ConfigError."""
         saved = point.state
@@ -161,14 +179,20 @@ class CheckpointManager:
         devices.set_rng_state(self.device, rng)
         state.resume_from(saved)
         existing = run_on_rank_0(lambda: list_checkpoints(self.folder))
-        self.best.load_state(saved.best, [step_of(path) for path in existing])
+        mirrored = run_on_rank_0(lambda: self.mirror.steps) if self.config.mirror else []
+        self.best.load_state(saved.best, [*map(step_of, existing), *mirrored])
         self._deferred = False
         ranks = counted(saved.world_size, "rank")
         console.info(f"resuming from {point.path} (step {saved.step}, saved by {ranks})")
         for line in resume.changed_settings(point, self.files[CONFIG_FILE].decode()):
             console.info(f"setting changed since the checkpoint: {line}")
         if point.rollback:
-            run_on_rank_0(lambda: resume.discard_newer(point))
+            run_on_rank_0(lambda: self._discard_newer(point))
+
+    def _discard_newer(self, point: ResumePoint) -> None:
+        if self.mirror is not None:  # first: a start on another disk must not find what is discarded
+            self.mirror.rolled_back(point.state.step, point.requested)
+        resume.discard_newer(point)
 
 
 def saved_tensors(tensors: Mapping[str, Tensor], rng: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -22,7 +22,7 @@ from trainer.checkpoint.manifest import CorruptError
 from trainer.runtime.distributed import first_problem, run_on_rank_0
 from trainer.state import TrainState
 
-_LINEAGE = "lineage.json"
+LINEAGE = "lineage.json"
 LARGEST_STATE = 16 * 2**20
 FAMILY = "model.name"
 """Key of the model family in a fingerprint."""
@@ -63,7 +63,7 @@ def find_resume_point(folder: Path, load_step: int | str = 0) -> ResumePoint | N
         console.info(
             f"the run was already rolled back (load_step = {load_step}) and resumes from the newest checkpoint; "
             "to repeat the rollback, remove "
-            f"{folder / _LINEAGE}"
+            f"{folder / LINEAGE}"
         )
     for path in steps:
         problem = verify(path, of_run=True)
@@ -151,7 +151,7 @@ def changed_settings(point: ResumePoint, config: str) -> list[str]:
 def _rollbacks(folder: Path) -> list[int | str]:
     """Return the values of load_step that the run was rolled back to, oldest first. Raises ConfigError."""
     try:
-        steps = read_json_object(folder / _LINEAGE)["rolled_back_to"]
+        steps = read_json_object(folder / LINEAGE)["rolled_back_to"]
         if all(type(step) is int or step == "best" for step in steps):
             return steps
     except FileNotFoundError:
@@ -160,7 +160,7 @@ def _rollbacks(folder: Path) -> list[int | str]:
         pass
     raise ConfigError(
         "",
-        f"{folder / _LINEAGE} cannot be read, so earlier rollbacks are unknown; remove this file and start the run again",
+        f"{folder / LINEAGE} cannot be read, so earlier rollbacks are unknown; remove this file and start the run again",
     ) from None
 
 
@@ -178,7 +178,7 @@ def discard_newer(point: ResumePoint) -> None:
                 path.rename(discarded / path.name)
                 sync(folder)
             console.info(f"moved {counted(len(newer), 'newer checkpoint')} to {discarded}")
-        atomic_write(folder / _LINEAGE, json.dumps({"rolled_back_to": [*steps, point.requested]}))
+        atomic_write(folder / LINEAGE, json.dumps({"rolled_back_to": [*steps, point.requested]}))
     except OSError as error:
         message = f"{error.filename or folder} cannot be written ({error.strerror})"
         raise ConfigError("run.output_folder", message) from None

@@ -195,6 +195,26 @@ CASES = {
     "[checkpoint] init_exclude has an effect only with [checkpoint] init_from": Case(
         "--checkpoint.init_exclude x", "--checkpoint.init_exclude x: has an effect only with [checkpoint] init_from"
     ),
+    "[checkpoint] mirror_keep has an effect only with [checkpoint] mirror": Case(
+        "--checkpoint.mirror_keep 2",
+        "--checkpoint.mirror_keep 2: has an effect only with [checkpoint] mirror",
+    ),
+    "[checkpoint] mirror_pending has an effect only with [checkpoint] mirror": Case(
+        "--checkpoint.mirror_pending 2",
+        "--checkpoint.mirror_pending 2: has an effect only with [checkpoint] mirror",
+    ),
+    "[checkpoint] mirror_timeout_s has an effect only with [checkpoint] mirror": Case(
+        "--checkpoint.mirror_timeout_s 5",
+        "--checkpoint.mirror_timeout_s 5: has an effect only with [checkpoint] mirror",
+    ),
+    "[checkpoint] mirror_lease_s has an effect only with [checkpoint] mirror": Case(
+        "--checkpoint.mirror_lease_s 5",
+        "--checkpoint.mirror_lease_s 5: has an effect only with [checkpoint] mirror",
+    ),
+    "[checkpoint] mirror_mib_per_second has an effect only with [checkpoint] mirror": Case(
+        "--checkpoint.mirror_mib_per_second 5",
+        "--checkpoint.mirror_mib_per_second 5: has an effect only with [checkpoint] mirror",
+    ),
     "[checkpoint] export_huggingface has an effect only with [checkpoint] enabled": Case(
         "--checkpoint.enabled false --checkpoint.export_huggingface true",
         "--checkpoint.export_huggingface true: has an effect only with [checkpoint] enabled",

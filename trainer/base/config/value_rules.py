@@ -19,6 +19,7 @@ from trainer.base.config.schema.data import (
 from trainer.base.config.schema.model import ModelFamily
 from trainer.base.config.schema.tasks import METRICS, PYTHON_IDIOMS, UNUSED, TaskConfig
 from trainer.base.config.schema.training import TrainingConfig
+from trainer.base.system.object_store import url_error
 from trainer.base.system.paths import BEST, path_error
 from trainer.base.system.spelling import did_you_mean
 
@@ -145,6 +146,8 @@ def _name_rules(config: Config) -> Iterator[tuple[str, object, str]]:
     for key in _PATHS:
         message = path_error(config.value(key))
         yield key, message, message
+    problem = url_error(config.checkpoint.mirror) if config.checkpoint.mirror else ""
+    yield "checkpoint.mirror", problem, problem
     yield "run.name", name.strip() in ("", ".", "..") or {"/", "\\"} & set(name), "must be a single folder name"
     yield "run.name", name.endswith(BEST), f"must not end in {BEST}, which stands for the best checkpoint of a run"
     yield "run.output_folder", not config.run.output_folder.strip(), "must not be empty"

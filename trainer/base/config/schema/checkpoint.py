@@ -8,6 +8,7 @@ from trainer.base.config.schema.constraint import Constraint, StepsOrZero
 
 SAVING = Constraint(used_with=When("checkpoint.enabled"))
 INITIALIZED = Constraint(only_with=(When("checkpoint.init_from"),))
+MIRRORED = When("checkpoint.mirror")
 EXPORTED = Either((When("checkpoint.export_huggingface"), When("checkpoint.export_gguf")))
 
 
@@ -45,6 +46,21 @@ class CheckpointConfig:
     """Whether to accept weights with a smaller vocabulary. New embedding and output rows become the mean of the loaded rows."""
     init_exclude: Annotated[tuple[str, ...], INITIALIZED] = ()
     """Names of parameters that are initialized randomly, not loaded from init_from. Examples: output.weight, layers.7.*."""
+    mirror: Annotated[str, SAVING] = ""
+    """URL of a place in an object store, such as s3://bucket/runs/my-run, to which committed checkpoints and the small files of
+    the run folder are uploaded in the background. A run that starts on an empty disk continues from there. Empty: none."""
+    mirror_keep: Annotated[int, Constraint(min=0, max=10**9, unit="checkpoints", only_with=(MIRRORED,))] = 0
+    """Number of the latest checkpoints to keep in the store, beside the best one and those of keep_interval_steps. 0: all."""
+    mirror_pending: Annotated[int, Constraint(min=1, max=10**6, unit="checkpoints", only_with=(MIRRORED,))] = 4
+    """Number of checkpoints that may wait for their upload, during which they are not deleted from the disk. If there are more,
+    the oldest one is not mirrored."""
+    mirror_timeout_s: Annotated[float, Constraint(min=0, max=10**7, unit="seconds", only_with=(MIRRORED,))] = 600.0
+    """Time to finish the uploads at the end of a run, or when it is stopped."""
+    mirror_lease_s: Annotated[float, Constraint(min=1, max=10**5, unit="seconds", only_with=(MIRRORED,))] = 60.0
+    """Time without a sign of life after which the place counts as abandoned. A run that was killed on another machine is
+    continued only then, and a second run at the same place is refused."""
+    mirror_mib_per_second: Annotated[float, Constraint(min=0, max=10**6, unit="MiB/s", only_with=(MIRRORED,))] = 0.0
+    """Limit of the bandwidth of the uploads of each node. 0: none."""
     export_huggingface: Annotated[bool, Constraint(only_with=(When("checkpoint.enabled"),))] = False
     """Whether to also write the model to the run folder in Hugging Face format after the last step; with [lora] rank, only the
     adapter, in the format of the package peft."""

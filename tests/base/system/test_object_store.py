@@ -1,0 +1,113 @@
+"""Objects of a real S3 server, and one line for each error."""
+
+import os
+
+import pytest
+
+from tests.object_stores import SECRET, s3_server
+
+pytest.importorskip("obstore")
+pytest.importorskip("moto")
+
+from trainer.base.system.object_store import ObjectStore, StoreError, is_url, sha256_of, url_error
+
+
+@pytest.fixture(scope="module")
+def bucket():
+    with s3_server() as url:
+        yield url
+
+
+def test_small_objects_are_written_under_conditions(bucket):
+    store = ObjectStore(f"{bucket}/small")
+    first = store.write("a/x", b"1", "")
+    with pytest.raises(StoreError, match="changed by another writer") as error:
+        store.write("a/x", b"2", "")
+    assert error.value.kind == "changed"
+    second = store.write("a/x", b"2", first)
+    with pytest.raises(StoreError, match="changed by another writer"):
+        store.write("a/x", b"3", first)
+    assert store.read("a/x") == (b"2", second)
+    assert [(o.key, o.size, o.version) for o in store.list("a/")] == [("a/x", 1, second)]
+    store.delete(["a/x", "a/missing"])
+    assert store.head("a/x") is None
+
+
+@pytest.mark.parametrize("size", [0, 1, 2**20, 20 * 2**20 + 17])
+def test_a_file_is_uploaded_and_a_download_continues(bucket, tmp_path, size):
+    store, path, copy = ObjectStore(f"{bucket}/files"), tmp_path / "file", tmp_path / "copy"
+    path.write_bytes(os.urandom(size))
+    paces = []
+    sha = store.upload(path, "file", paces.append)
+    assert (sha, sum(paces)) == (sha256_of(path), size)
+    copy.write_bytes(path.read_bytes()[: size // 3])
+    assert store.download("file", copy, size, sha) == sha
+    assert copy.read_bytes() == path.read_bytes()
+
+
+def test_a_wrong_object_is_not_taken_for_the_right_one(bucket, tmp_path):
+    store, path = ObjectStore(f"{bucket}/wrong"), tmp_path / "file"
+    path.write_bytes(b"right")
+    sha = store.upload(path, "file")
+    store.write("file", b"wrong", None)
+    with pytest.raises(StoreError, match="does not match its SHA-256"):
+        store.download("file", tmp_path / "copy", 5, sha)
+    assert not (tmp_path / "copy").exists()
+
+
+URLS = {
+    "s3://": "names no bucket",
+    "s3a://bucket/x": "write s3://BUCKET/PREFIX",
+    "s3://bucket/a?b=1": "expected a URL",
+    "http://host/x": "expected a URL",
+    "s3:/bucket/x": "expected a URL",
+    "file://x/y": "expected file:/// and an absolute path",
+    f"s3://user:{SECRET}@bucket/x": "must not contain credentials",
+}
+
+
+@pytest.mark.parametrize("url", URLS)
+def test_a_wrong_url_is_one_line_without_credentials(url):
+    assert URLS[url] in url_error(url)
+    with pytest.raises(StoreError) as error:
+        ObjectStore(url)
+    assert SECRET not in str(error.value) and "\n" not in str(error.value)
+
+
+def test_paths_are_no_urls():
+    assert [is_url(path) for path in ("data/a", "s3/b", "jsonl:s3", "s3://b/x", "file:///x")] == [False] * 3 + [
+        True
+    ] * 2
+
+
+ERRORS = {
+    "a missing key": ({}, "s3://bucket/x/y: cannot be read: there is no such object"),
+    "a missing bucket": ({"url": "s3://no-bucket/x"}, "s3://no-bucket/x/y: cannot be read: there is no such bucket"),
+    "no server": (
+        {"AWS_ENDPOINT_URL": "http://127.0.0.1:9"},
+        "s3://bucket/x/y: cannot be read: 127.0.0.1:9 cannot be reached",
+    ),
+    "no host": (
+        {"AWS_ENDPOINT_URL": "http://host.invalid"},
+        "s3://bucket/x/y: cannot be read: the name of the host host.invalid cannot be resolved",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_an_error_is_one_line_with_the_object_and_the_reason(bucket, monkeypatch, case):
+    variables, line = ERRORS[case]
+    for name, value in variables.items():
+        if name != "url":
+            monkeypatch.setenv(name, value)
+    with pytest.raises(StoreError) as error:
+        ObjectStore(variables.get("url", "s3://bucket/x")).read("y")
+    assert str(error.value) == line
+
+
+def test_a_folder_is_a_store_too(tmp_path):
+    store = ObjectStore(f"file://{tmp_path}/store")
+    store.write("a/b", b"1", "")
+    assert store.read("a/b")[0] == b"1"
+    with pytest.raises(StoreError, match="changed by another writer"):
+        store.write("a/b", b"2", "")

@@ -1,0 +1,274 @@
+"""A run whose checkpoints are mirrored to a real S3 server, and that loses its disk."""
+
+import json
+import os
+import shutil
+from functools import cache
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.object_stores import SECRET, s3_server
+from tests.training_runs import combine, error_line, hash_of, in_folder, records
+from trainer.base.config import ConfigError
+from trainer.base.config.load import load_config
+from trainer.build import build_trainer
+from trainer.checkpoint.mirror import open_mirror
+from trainer.run.resolve import resolve
+from trainer.run.run_folder import acquire_lock, resume_point
+from trainer.runtime.device import rng_state
+
+pytest.importorskip("obstore")
+pytest.importorskip("moto")
+
+from trainer.base.system.object_store import ObjectStore
+from trainer.checkpoint import lease, remote
+from trainer.checkpoint.lease import Lease, LeaseLost
+from trainer.checkpoint.remote import Lineage
+
+
+@pytest.fixture(scope="module")
+def bucket():
+    with s3_server() as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def plain(tiny):
+    """Command line of a run of 8 steps, which saves after every second one."""
+    given = {"training.steps": 8, "checkpoint.interval_steps": 2, "optimizer.lr": "3e-3"}
+    given["metrics.sinks"] = '["jsonl", "tensorboard"]'
+    return [*tiny, *(word for key, value in given.items() for word in (f"--{key}", str(value)))]
+
+
+@pytest.fixture
+def argv(bucket, plain, request):
+    """The same with a mirror."""
+    return [*plain, "--checkpoint.mirror", f"{bucket}/{request.node.name}", "--checkpoint.mirror_lease_s", "1"]
+
+
+@pytest.fixture
+def store(argv):
+    return ObjectStore(argv[argv.index("--checkpoint.mirror") + 1])
+
+
+def train(argv, variables, last_step=0):
+    """Train on this rank, as train.py does. Return hashes of the state and of the random generators.
+
+    Args:
+        argv: Command line.
+        variables: Environment.
+        last_step: Step after which the run is asked to stop. 0: none.
+    """
+    os.environ.update(variables)
+    config = load_config(combine(argv))
+    resolved = resolve(config, dist.get_world_size())
+    lock = acquire_lock(config.run.folder)
+    try:
+        mirror = open_mirror(config.checkpoint, config.run.folder)
+        point = resume_point(config.run.folder, config.checkpoint.load_step, resolved.fingerprint)
+        trainer = build_trainer(config, resolved, torch.device("cpu"), point, mirror=mirror)
+        if last_step:
+            step = trainer.engine.step
+
+            def stop_after(*args):
+                trainer.stop.requested |= trainer.state.step + 2 == last_step
+                return step(*args)
+
+            trainer.engine.step = stop_after
+        trainer.train()
+    finally:
+        if lock is not None:
+            lock.close()
+    return hash_of(trainer.engine.tensors()), hash_of(rng_state(torch.device("cpu")))
+
+
+def variables():
+    return {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(ranks, plain, tmp_path_factory):
+    """A function (number of ranks) -> folder and result of a run without a mirror, which trains once."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+
+    @cache
+    def run(size):
+        own = folder / str(size)
+        return own, ranks(size).run(train, [*plain, *in_folder(own)], {})
+
+    return run
+
+
+def losses(folder):
+    return [(row["step"], row["loss"], row["grad_norm"]) for row in records(folder)]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_run_that_loses_its_disk_ends_with_the_same_bits(ranks, argv, store, undisturbed, tmp_path, size):
+    argv = [*argv, *in_folder(tmp_path / "run")]
+    whole, expected = undisturbed(size)
+    ranks(size).run(train, argv, variables(), 4)
+    shutil.rmtree(tmp_path / "run")
+    assert ranks(size).run(train, argv, variables()) == expected
+    assert losses(tmp_path / "run") == losses(whole)
+    assert [remote.step_of_name(name) for name in Lineage.read(store).saves] == [2, 4, 6, 8]
+    assert not [item.key for item in store.list() if SECRET.encode() in store.read(item.key)[0]]
+
+
+def test_old_checkpoints_are_removed_in_the_store_and_on_the_disk(ranks, argv, store, tmp_path):
+    flags = ["--checkpoint.keep", "1", "--checkpoint.mirror_keep", "2", "--checkpoint.keep_interval_steps", "4"]
+    ranks(1).run(train, [*argv, *flags, *in_folder(tmp_path / "run")], variables())
+    assert [remote.step_of_name(name) for name in Lineage.read(store).saves] == [4, 6, 8]
+    folders = {item.key.split("/")[1].rpartition("-")[0] for item in store.list("checkpoints/")}
+    assert folders == {f"step-{step:08}" for step in (4, 6, 8)}
+    assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*")) == [
+        "step-00000004",
+        "step-00000008",
+    ]
+
+
+def test_a_damaged_checkpoint_in_the_store_is_not_resumed_from(ranks, argv, store, undisturbed, tmp_path):
+    argv = [*argv, *in_folder(tmp_path / "run")]
+    ranks(1).run(train, argv, variables(), 4)
+    shutil.rmtree(tmp_path / "run")
+    key = remote.key_of(Lineage.read(store).saves[-1], "rank-00000.safetensors")
+    content = bytearray(store.read(key)[0])
+    content[-1] ^= 1
+    store.write(key, bytes(content), None)
+    assert ranks(1).run(train, argv, variables()) == undisturbed(1)[1]
+    assert "ignoring a damaged checkpoint" in (tmp_path / "run" / "log.txt").read_text()
+
+
+def test_a_discarded_history_never_comes_back(ranks, argv, store, tmp_path):
+    argv = [*argv, *in_folder(tmp_path / "run")]
+    ranks(1).run(train, argv, variables())
+    back = [*argv, "--checkpoint.load_step", "4", "--optimizer.lr", "1e-3"]
+    before = Lineage.read(store).saves
+    ranks(1).run(train, back, variables(), 6)
+    names = Lineage.read(store).saves
+    assert [remote.step_of_name(name) for name in names] == [2, 4, 6]
+    assert names[:2] == before[:2] and names[2] != before[2]
+    shutil.rmtree(tmp_path / "run")
+    ranks(1).run(train, back, variables())
+    log = (tmp_path / "run" / "log.txt").read_text()
+    assert "(step 6, saved by 1 rank)" in log, "it does not roll back again"
+
+
+def test_histories_that_differ_are_one_line(ranks, argv, plain, store, tmp_path):
+    ranks(1).run(train, [*argv, *in_folder(tmp_path / "a")], variables(), 4)
+    ranks(1).run(train, [*plain, *in_folder(tmp_path / "b")], {}, 6)
+    line = error_of(ranks, [*argv, *in_folder(tmp_path / "b")])
+    assert line == (
+        f"--checkpoint.mirror {store.url}: {store.url} has checkpoints that this disk never had (step 4), and "
+        f"{tmp_path}/b/checkpoints has others (step 6): two runs wrote them. Remove or rename one of the two"
+    )
+
+
+def error_of(ranks, argv):
+    (line,) = ranks(1).run(error_line_of_train, argv, variables())
+    return line
+
+
+def error_line_of_train(argv, variables):
+    config = load_config(combine(argv))
+    try:
+        train(argv, variables)
+    except ConfigError as error:
+        return config.explain(error)
+    return ""
+
+
+def test_an_old_disk_that_comes_back_continues_from_the_store(ranks, argv, undisturbed, tmp_path):
+    argv = [*argv, *in_folder(tmp_path / "run")]
+    ranks(1).run(train, argv, variables(), 2)
+    shutil.copytree(tmp_path / "run", tmp_path / "old")
+    ranks(1).run(train, argv, variables(), 6)
+    shutil.rmtree(tmp_path / "run")
+    (tmp_path / "old").rename(tmp_path / "run")
+    assert ranks(1).run(train, argv, variables()) == undisturbed(1)[1]
+    assert "step-00000006" in (tmp_path / "run" / "log.txt").read_text()
+
+
+# ---------------------------------------------------------------- the lease
+
+
+def test_a_live_lease_stops_a_second_run(store):
+    first = Lease.acquire(store, 2.0, True, "")
+    with pytest.raises(ConfigError, match="is in use by process"):
+        acquire_while_renewed(store, first)
+    first.release()
+    second = Lease.acquire(store, 60.0, True, "")
+    assert second.owner != first.owner
+
+
+def acquire_while_renewed(store, first):
+    import threading
+
+    end = threading.Event()
+
+    def renew():
+        while not end.wait(0.3):
+            first.renew()
+
+    thread = threading.Thread(target=renew)
+    thread.start()
+    try:
+        Lease.acquire(store, 2.0, True, "")
+    finally:
+        end.set()
+        thread.join()
+
+
+def test_a_dead_lease_is_taken_over_and_its_owner_writes_no_more(store):
+    dead = Lease.acquire(store, 0.5, True, "")
+    Lease.acquire(store, 0.5, True, "")
+    with pytest.raises(LeaseLost, match="was taken over by process"):
+        dead.require()
+    with pytest.raises(LeaseLost):
+        dead.renew()
+
+
+def test_the_lease_of_a_dead_process_of_this_disk_is_taken_over_at_once(store):
+    dead = Lease.acquire(store, 1e6, True, "")
+    assert Lease.acquire(store, 1e6, True, dead.owner).owner != dead.owner
+
+
+def test_a_store_that_ignores_conditions_is_noticed(store, monkeypatch):
+    assert lease.honours_conditions(store)
+    original = ObjectStore.write
+    monkeypatch.setattr(ObjectStore, "write", lambda self, key, content, version: original(self, key, content, None))
+    assert not lease.honours_conditions(store)
+
+
+# ---------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--checkpoint.mirror", "s3:/b"], "expected a URL such as s3://BUCKET/PREFIX"),
+        (["--checkpoint.mirror", "s3a://b/x"], "is a URL of another program; write s3://BUCKET/PREFIX"),
+        (["--checkpoint.mirror", "runs/mirror"], "expected a URL such as s3://BUCKET/PREFIX"),
+        (["--checkpoint.mirror_keep", "2"], "has an effect only with [checkpoint] mirror"),
+    ],
+)
+def test_a_wrong_setting_is_one_line(ranks, tiny, tmp_path, flags, message):
+    (line,) = ranks(1).run(error_line, [*tiny, *flags, *in_folder(tmp_path / "run")])
+    assert message in line and line.startswith(flags[0])
+
+
+def test_a_missing_bucket_is_one_line(ranks, argv, tmp_path):
+    argv = [*argv, "--checkpoint.mirror", "s3://no-bucket/x", *in_folder(tmp_path / "run")]
+    assert "cannot be written: there is no such bucket" in error_of(ranks, argv)
+
+
+def test_the_manifest_of_the_store_names_every_file_with_its_hash(ranks, argv, store, tmp_path):
+    ranks(1).run(train, [*argv, *in_folder(tmp_path / "run")], variables(), 2)
+    (name,) = Lineage.read(store).saves
+    content = json.loads(store.read(remote.key_of(name))[0])
+    local = {path.name for path in (tmp_path / "run" / "checkpoints" / "step-00000002").iterdir()}
+    assert content["files"].keys() == local
+    assert all(len(file["sha256"]) == 64 for file in content["files"].values())
+    assert {"config.toml", "metrics.jsonl", "environment.json"} <= content["run_files"].keys()

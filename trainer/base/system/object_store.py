@@ -1,0 +1,337 @@
+"""Object stores, such as S3, through the package obstore: a bucket's objects below a prefix, and one line for each error.
+
+A store may lie: nothing here is trusted but the content of an object whose hash is known, and a condition that was tested.
+"""
+
+import hashlib
+import importlib
+import os
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from types import ModuleType
+from typing import Any, BinaryIO
+
+from trainer.base.system.files import sync
+from trainer.base.system.streams import without_credentials
+
+SCHEMES = {"s3": "S3", "gs": "Google Cloud Storage", "az": "Azure", "file": "a folder"}
+"""Scheme of a URL -> kind of store."""
+_OTHER_NAMES = {"s3a": "s3", "s3n": "s3", "gcs": "gs", "azure": "az", "abfs": "az", "abfss": "az", "wasbs": "az"}
+"""Schemes of other programs -> ours."""
+_URL = re.compile(r"(?P<scheme>[a-z0-9]+)://(?P<bucket>[^/?#]*)(?:/(?P<prefix>[^?#]*))?")
+_PART_BYTES = 8 * 2**20
+_PARTS_AT_ONCE = 2
+"""An upload holds at most this number of parts in memory, and one that is read."""
+_CHUNK_BYTES = 2**20
+_ATTEMPTS = 4
+_RETRIES = {
+    "max_retries": 6,
+    "retry_timeout": timedelta(seconds=90),
+    "backoff": {"init_backoff": timedelta(milliseconds=200), "max_backoff": timedelta(seconds=10), "base": 2},
+}
+_TIMEOUTS = {"timeout": "120s", "connect_timeout": "10s"}
+
+_REASONS = (
+    (r"169\.254\.16[09]\.|metadata\.google|MissingAccessKey|no credentials", "denied", "there are no credentials ({ways})"),
+    (r"ExpiredToken|TokenRefreshRequired|token.{0,40}expired", "denied", "the credentials of {names} have expired"),
+    (r"InvalidAccessKeyId", "denied", "the store does not know the access key of {names}"),
+    (r"SignatureDoesNotMatch", "denied", "the secret key does not belong to the access key of {names}"),
+    (r"RequestTimeTooSkewed", "denied", "the clock of this machine differs from that of the store"),
+    (r"NoSuchBucket|InvalidBucketName|ContainerNotFound", "no bucket", "there is no such bucket"),
+    (r"PermanentRedirect|AuthorizationHeaderMalformed|status code: 301", "denied",
+     "the bucket is in another region (AWS_REGION)"),
+    (r"AccessDenied|status code: 403|Forbidden", "denied", "access is denied to {names}"),
+    (r"status code: 401|Unauthorized", "denied", "the credentials of {names} are refused"),
+    (r"NoSuchKey|status code: 404|not found", "missing", "there is no such object"),
+    (r"status code: 412|already exists|PreconditionFailed|ConditionalRequestConflict|status code: 409", "changed",
+     "the object has been changed by another writer"),
+    (r"SlowDown|status code: 503|status code: 429", "busy", "the store is overloaded"),
+    (r"dns error|failed to lookup|Name or service not known", "unreachable", "the name of the host {host} cannot be resolved"),
+    (r"certificate|tls|TLS|SSL|handshake|corrupt message", "unreachable", "the TLS connection to {host} fails"),
+    (r"timed out|TimedOut|operation timed out", "unreachable", "{host} does not answer in time"),
+    (r"kind: Connect|Connection refused|connection error", "unreachable", "{host} cannot be reached"),
+    (r"No space left on device|StorageFull", "other", "no space is left on the device"),
+    (r"status code: (5\d\d)", "busy", "the store fails with status {1}"),
+    (r"status code: (\d+)", "refused", "the store refuses with status {1}"),
+)  # fmt: skip
+"""Pattern of obstore's message, which has many lines -> kind of error, and reason."""
+_VARIABLES = {
+    "s3": ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"),
+    "gs": ("GOOGLE_APPLICATION_CREDENTIALS",),
+    "az": ("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT_KEY"),
+    "file": (),
+}
+
+
+class StoreError(Exception):
+    """Failure of a request. The message is one line with the object, the operation and the reason, without credentials."""
+
+    def __init__(self, message: str, kind: str = "other"):
+        super().__init__(without_credentials(message))
+        self.kind = kind
+        """"missing", "damaged", "changed", "denied", "no bucket", "refused", "busy", "unreachable" or "other"."""
+
+
+@dataclass(frozen=True)
+class Object:
+    key: str
+    """Below the prefix of its store."""
+    size: int
+    version: str
+    """ETag, which differs between contents of one key."""
+
+
+def is_url(path: str) -> bool:
+    """Return whether a path names an object store."""
+    scheme = path.partition("://")[0]
+    return "://" in path and (scheme in SCHEMES or scheme in _OTHER_NAMES)
+
+
+def url_error(url: str) -> str:
+    """Return the reason why a text is no URL of an object store, or ""."""
+    match = _URL.fullmatch(url)
+    scheme = url.partition("://")[0]
+    if scheme in _OTHER_NAMES:
+        return f"is a URL of another program; write {_OTHER_NAMES[scheme]}://BUCKET/PREFIX"
+    if scheme not in SCHEMES or match is None:
+        return f"expected a URL such as s3://BUCKET/PREFIX; it begins with {', '.join(f'{s}://' for s in SCHEMES)}"
+    if scheme == "file" and match["bucket"]:
+        return "expected file:/// and an absolute path"
+    if scheme != "file" and not match["bucket"]:
+        return "names no bucket"
+    if "@" in match["bucket"]:
+        return "must not contain credentials; they are read from the environment"
+    if scheme == "file" and not (match["prefix"] or "").strip("/"):
+        return "names no folder"
+    return ""
+
+
+class ObjectStore:
+    """The objects below a URL. Keys are relative to it. Methods raise StoreError."""
+
+    def __init__(self, url: str):
+        """Describe a store. No request is made. Raises StoreError if the URL or the credentials cannot be used."""
+        if problem := url_error(url):
+            raise StoreError(f"{url}: {problem}")
+        self.url = url.rstrip("/")
+        self.scheme = url.partition("://")[0]
+        self._obstore = _package()
+        options: dict[str, Any] = (
+            {} if self.scheme == "file" else {"retry_config": _RETRIES, "client_options": _client()}
+        )
+        if self.scheme == "s3" and (provider := _profile_credentials()) is not None:
+            options["credential_provider"] = provider
+        try:
+            if self.scheme == "file":
+                options["mkdir"] = True
+            self._store = self._obstore.store.from_url(self.url, **options)
+        except Exception as error:
+            raise self._failure("", "opened", error) from None
+
+    def read(self, key: str) -> tuple[bytes, str]:
+        """Return the content of a small object, and its version."""
+        return self._try(key, "read", lambda: _content(self._obstore.get(self._store, key)))
+
+    def write(self, key: str, content: bytes, version: str | None) -> str:
+        """Write a small object if it has a version. Return its new version. If an answer is lost, a write that has succeeded may
+        seem to have failed.
+
+        Args:
+            key: Of the object.
+            content: Of the object.
+            version: The version that the object must have. "": it must not exist. None: any.
+
+        Raises:
+            StoreError: Of the kind "changed" if the object has another version.
+        """
+        mode: Any = "create" if version == "" else "overwrite" if version is None else {"e_tag": version}
+        options = {"mode": mode, "use_multipart": False}
+        result = self._try(key, "written", lambda: self._obstore.put(self._store, key, content, **options))
+        return result["e_tag"] or ""
+
+    def upload(self, path: Path, key: str, pace: Callable[[int], None] = lambda num_bytes: None) -> str:
+        """Write a file as an object, in parts. Return the SHA-256 of its content.
+
+        Args:
+            path: The file.
+            key: Of the object.
+            pace: Called with the number of bytes before they are sent, to limit the bandwidth.
+        """
+
+        def send() -> str:
+            hasher = hashlib.sha256()
+            with path.open("rb") as file:
+                chunks = _chunks(file, hasher, pace)
+                if path.stat().st_size <= _PART_BYTES:
+                    self._obstore.put(self._store, key, b"".join(chunks), use_multipart=False)
+                else:
+                    parts = {"chunk_size": _PART_BYTES, "max_concurrency": _PARTS_AT_ONCE}
+                    self._obstore.put(self._store, key, chunks, use_multipart=True, **parts)
+            return hasher.hexdigest()
+
+        return self._try(key, "written", send)
+
+    def download(self, key: str, path: Path, size: int, sha256: str = "") -> str:
+        """Write an object to a file, which continues if it has the beginning already. Return its SHA-256, which is compared.
+
+        Args:
+            key: Of the object.
+            path: The file.
+            size: Number of bytes of the object.
+            sha256: The expected hash, or "".
+        """
+
+        def receive() -> str:
+            have = path.stat().st_size if path.exists() else 0
+            if have > size:
+                path.unlink()
+                have = 0
+            if have < size:
+                result = self._obstore.get(self._store, key, options={"range": (have, size)})
+                with path.open("ab") as file:
+                    for chunk in result.stream(min_chunk_size=_CHUNK_BYTES):
+                        file.write(chunk)
+                sync(path)
+            path.touch()
+            if (found := path.stat().st_size) != size:
+                raise StoreError(f"{self.name(key)}: has {found} bytes, expected {size}", "damaged")
+            digest = sha256_of(path)
+            if sha256 and digest != sha256:
+                path.unlink()
+                raise StoreError(f"{self.name(key)}: does not match its SHA-256", "damaged")
+            return digest
+
+        return self._try(key, "read", receive)
+
+    def sha256(self, key: str) -> tuple[int, str]:
+        """Return the size and the SHA-256 of an object, which is read."""
+
+        def hashed() -> tuple[int, str]:
+            hasher, size = hashlib.sha256(), 0
+            for chunk in self._obstore.get(self._store, key).stream(min_chunk_size=_CHUNK_BYTES):
+                hasher.update(chunk)
+                size += len(chunk)
+            return size, hasher.hexdigest()
+
+        return self._try(key, "read", hashed)
+
+    def list(self, prefix: str = "") -> "list[Object]":
+        """Return the objects whose keys begin with a prefix that ends at a slash, sorted by key."""
+
+        def objects() -> "list[Object]":
+            found = [meta for page in self._obstore.list(self._store, prefix or None) for meta in page]
+            return sorted((Object(m["path"], m["size"], m["e_tag"] or "") for m in found), key=lambda o: o.key)
+
+        return self._try(prefix, "listed", objects)
+
+    def head(self, key: str) -> Object | None:
+        """Return the description of an object, or None if it does not exist."""
+        try:
+            meta = self._try(key, "read", lambda: self._obstore.head(self._store, key))
+        except StoreError as error:
+            if error.kind == "missing":
+                return None
+            raise
+        return Object(key, meta["size"], meta["e_tag"] or "")
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Remove objects. Those that do not exist are ignored."""
+        for key in keys:
+            try:
+                self._try(key, "removed", lambda key=key: self._obstore.delete(self._store, key))
+            except StoreError as error:
+                if error.kind != "missing":
+                    raise
+
+    def name(self, key: str) -> str:
+        return f"{self.url}/{key}" if key else self.url
+
+    def _try(self, key: str, verb: str, request: Callable[[], Any]) -> Any:
+        """Return the result of a request, which is repeated after a transient error."""
+        for attempt in range(1, _ATTEMPTS + 1):
+            try:
+                return request()
+            except StoreError as failure:
+                error = failure
+            except OSError as failure:
+                if type(failure) is not FileNotFoundError and failure.filename:  # a local file
+                    raise
+                error = self._failure(key, verb, failure)
+            except Exception as failure:
+                error = self._failure(key, verb, failure)
+            # A damaged object may have been changed on the way. The package has tried often to reach a host.
+            attempts = {"damaged": 2, "busy": _ATTEMPTS, "other": _ATTEMPTS}.get(error.kind, 1)
+            if attempt >= attempts:
+                raise error from None
+            time.sleep(0.2 * 4**attempt)
+        raise AssertionError
+
+    def _failure(self, key: str, verb: str, error: Exception) -> StoreError:
+        """Return an error with the reason that obstore's message contains."""
+        text = str(error)
+        names = " and ".join(name for name in _VARIABLES[self.scheme] if name in os.environ) or "this machine"
+        host = re.search(r"https?://([^/\s\",?]+)", text)
+        words: Mapping[str, str] = {
+            "names": names,
+            "ways": f"set {' and '.join(_VARIABLES[self.scheme])}, or use the role of the machine",
+            "host": host[1] if host else "the store",
+        }
+        for pattern, kind, reason in _REASONS:
+            if match := re.search(pattern, text):
+                text = reason.format(match[0], *match.groups(), **words)
+                return StoreError(f"{self.name(key)}: cannot be {verb}: {text}", kind)
+        first = text.splitlines()[0] if text else type(error).__name__
+        return StoreError(f"{self.name(key)}: cannot be {verb}: {re.sub(r'Error performing .*? - ', '', first)[:200]}")
+
+
+def _chunks(file: BinaryIO, hasher: Any, pace: Callable[[int], None]) -> Iterator[bytes]:
+    """Yield the content of a file, which is hashed and paced."""
+    while chunk := file.read(_CHUNK_BYTES):
+        pace(len(chunk))
+        hasher.update(chunk)
+        yield chunk
+
+
+def sha256_of(path: Path) -> str:
+    hasher = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            hasher.update(chunk)
+    return hasher.hexdigest()
+
+
+def _content(result: Any) -> tuple[bytes, str]:
+    return bytes(result.bytes()), result.meta["e_tag"] or ""
+
+
+def _package() -> ModuleType:
+    """Return obstore. Raises StoreError."""
+    try:
+        importlib.import_module("obstore.store")
+        return importlib.import_module("obstore")
+    except ImportError:
+        raise StoreError("object stores need the package obstore: pip install obstore") from None
+
+
+def _client() -> dict[str, Any]:
+    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL", "")
+    return _TIMEOUTS | ({"allow_http": True} if endpoint.startswith("http://") else {})
+
+
+def _profile_credentials() -> Any:
+    """Return the provider of a profile's credentials, or None if the environment has keys or names no profile."""
+    if "AWS_ACCESS_KEY_ID" in os.environ or not _has_profile():
+        return None
+    try:
+        return importlib.import_module("obstore.auth.boto3").Boto3CredentialProvider()
+    except ImportError:
+        raise StoreError("the profile in AWS_PROFILE or ~/.aws needs the package boto3: pip install boto3") from None
+
+
+def _has_profile() -> bool:
+    credentials = os.environ.get("AWS_SHARED_CREDENTIALS_FILE", os.path.expanduser("~/.aws/credentials"))
+    return "AWS_PROFILE" in os.environ or os.path.exists(credentials)

@@ -1,0 +1,383 @@
+"""The mirror of a run in an object store. The local rename stays the commit of a checkpoint; a thread uploads what is committed,
+and a run that starts on an empty disk begins with what the store has.
+
+The first process of each node uploads the files of its node's ranks. Rank 0 also holds the lease, commits in the store, and
+removes old checkpoints there and, after the upload, on the disk. Training never waits for it, except at the end of the run.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch.distributed as dist
+
+from trainer.base.config import CheckpointConfig, ConfigError
+from trainer.base.config.checkpoints import list_checkpoints
+from trainer.base.system import console
+from trainer.base.system.files import atomic_write, digest_of, read_json_object
+from trainer.base.system.object_store import ObjectStore, StoreError, sha256_of
+from trainer.base.system.process import local_rank
+from trainer.base.system.run_files import CHECKPOINTS, MANIFEST, step_of
+from trainer.base.system.spelling import counted
+from trainer.base.system.units import GIB, duration
+from trainer.checkpoint import manifest, remote
+from trainer.checkpoint.commit import SaveRequest, prune
+from trainer.checkpoint.lease import Lease, LeaseLost, honours_conditions
+from trainer.checkpoint.manifest import CorruptError
+from trainer.checkpoint.remote import Lineage, RemoteFile, Save, step_of_name
+from trainer.checkpoint.resume import LINEAGE
+from trainer.checkpoint.uploads import Uploads
+from trainer.runtime.distributed import first_problem, once_per_node
+
+_STATE = "mirror.json"
+"""File beside the checkpoints: which of them this disk has in common with the store, and the owner of the last lease."""
+_LARGEST_RUN_FILE = 64 * 2**20
+_NOT_MIRRORED = (CHECKPOINTS, "huggingface", ".lock", "log.txt")
+"""Names in the run folder that are no small files of the run."""
+_RENEWALS = 4
+"""Number of renewals of the lease in its time-out."""
+
+
+@contextlib.contextmanager
+def _as_config_error() -> Iterator[None]:
+    try:
+        yield
+    except (StoreError, CorruptError) as error:
+        raise ConfigError("checkpoint.mirror", str(error)) from None
+
+
+@dataclass(frozen=True)
+class _State:
+    """What this disk knows of the store."""
+
+    url: str
+    owner: str
+    known: tuple[str, ...]
+    """Names of mirrored checkpoints that this disk has written or read."""
+
+    @classmethod
+    def read(cls, folder: Path, url: str) -> "_State":
+        try:
+            found = read_json_object(folder / _STATE)
+            if found["url"] == url:
+                return cls(url, str(found["owner"]), tuple(found["known"]))
+        except (OSError, ValueError, KeyError, TypeError):
+            pass
+        return cls(url, "", ())
+
+    def write(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        atomic_write(folder / _STATE, json.dumps({"url": self.url, "owner": self.owner, "known": self.known}))
+
+
+class Mirror:
+    """The mirror of one run. Only the first process of each node has one."""
+
+    def __init__(self, config: CheckpointConfig, run_folder: Path, *, node: int, nodes: int, ranks_per_node: int):
+        """Describe a mirror. Nothing is read or written.
+
+        Args:
+            config: Settings of checkpoints.
+            run_folder: Folder of the run.
+            node: Index of this node.
+            nodes: Number of nodes.
+            ranks_per_node: Number of ranks of each.
+        """
+        self.config, self.run_folder, self.folder = config, run_folder, run_folder / CHECKPOINTS
+        self.node, self.nodes, self.ranks_per_node = node, nodes, ranks_per_node
+        self.uploads = Uploads(self._upload, config.mirror_pending, config.mirror_mib_per_second)
+
+    # ---------------------------------------------------------------- start
+
+    def start(self) -> None:
+        """Take the lease, fetch what the disk lacks, and start to upload what the store lacks. On rank 0. Raises ConfigError."""
+        with _as_config_error():
+            self.store = ObjectStore(self.config.mirror)
+            self.is_conditional = honours_conditions(self.store)
+            if not self.is_conditional:
+                console.warning(
+                    f"{self.store.url} ignores conditions: two runs that start there within "
+                    f"{duration(self.config.mirror_lease_s)} are not told apart"
+                )
+            state = _State.read(self.folder, self.store.url)
+            self.lease = Lease.acquire(self.store, self.config.mirror_lease_s, self.is_conditional, state.owner)
+            self.uploads.start(self._keep_lease)
+            self.state = replace(state, owner=self.lease.owner)
+            try:
+                lineage = Lineage.read(self.store)
+                self.lineage = replace(lineage, epoch=lineage.epoch + 1).write(self.store, self.is_conditional)
+                missing = self._reconcile()
+            except BaseException:
+                self._release()
+                raise
+        self.uploads.start()
+        for path in missing:
+            self.add(_request_of(path))
+
+    def _reconcile(self) -> list[Path]:
+        """Fetch the newest checkpoint of the store if this disk lacks it. Return the newest one that the store lacks, if any.
+        Raises ConfigError if both have checkpoints that the other one lacks."""
+        local = {remote.name_of(path): path for path in list_checkpoints(self.folder) if (path / MANIFEST).exists()}
+        saves = [save for name in self.lineage.saves if (save := remote.read_save(self.store, name)) is not None]
+        known = {*self.state.known, *(save.name for save in saves)}
+        unmirrored = [path for name, path in local.items() if name not in known]
+        if local:  # otherwise also what this disk knew is lost
+            foreign = [save for save in saves if save.name not in local and save.name not in self.state.known]
+            if foreign and unmirrored:
+                there = f"{self.store.url} has checkpoints that this disk never had (step {foreign[-1].step})"
+                here = f"{self.folder} has others (step {step_of(unmirrored[0])})"
+                message = f"{there}, and {here}: two runs wrote them. Remove or rename one of the two"
+                raise ConfigError("checkpoint.mirror", message)
+            saves = foreign
+        self._fetch_newest(saves)
+        self._know(*known)
+        return unmirrored[:1]
+
+    def _fetch_newest(self, saves: list[Save]) -> None:
+        """Fetch the newest intact checkpoint, the run's small files, and the checkpoint to roll back to."""
+        for save in reversed(saves):
+            try:
+                self._fetch(save)
+            except StoreError as error:
+                if error.kind not in ("missing", "damaged", "refused"):
+                    raise
+                console.warning(f"ignoring a damaged checkpoint: {error}")
+                continue
+            try:
+                self._restore_run_files(save)
+            except StoreError as error:
+                console.warning(f"the records before step {save.step} are not restored: {error}")
+            break
+        else:
+            if saves:
+                raise ConfigError(
+                    "checkpoint.mirror", f"{self.store.url}: all {counted(len(saves), 'checkpoint')} are damaged"
+                )
+        if saves and self.lineage.rolled_back_to:
+            atomic_write(self.folder / LINEAGE, json.dumps({"rolled_back_to": self.lineage.rolled_back_to}))
+        if self.config.load_step and self.config.load_step not in self.lineage.rolled_back_to[-1:]:
+            step = self.lineage.best_step if self.config.load_step == "best" else self.config.load_step
+            self.fetch_step(int(step))
+
+    def fetch_step(self, step: int) -> None:
+        """Fetch the checkpoint of a step if the store has it and the disk lacks it. Raises ConfigError."""
+        with _as_config_error():
+            if step in map(step_of, list_checkpoints(self.folder)):
+                return
+            for name in reversed(self.lineage.saves):
+                if step_of_name(name) == step and (save := remote.read_save(self.store, name)) is not None:
+                    self._fetch(save)
+                    return
+
+    def _fetch(self, save: Save) -> Path:
+        gib = save.num_bytes / GIB
+        console.info(f"fetching {save.name} from {self.store.url} ({gib:.2f} GiB)")
+        with console.progress(save.num_bytes, "B", "fetching") as bar:
+            return remote.fetch(self.store, save, self.folder, bar.update)
+
+    def _restore_run_files(self, save: Save) -> None:
+        for name in save.run_files:
+            path = self.run_folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            expected = save.run_files[name]
+            temporary = path.with_name(f".fetch-{path.name}")
+            temporary.unlink(missing_ok=True)
+            self.store.download(remote.key_of(save.name, f"run/{name}"), temporary, expected.size, expected.sha256)
+            temporary.replace(path)
+
+    @property
+    def steps(self) -> list[int]:
+        """Steps of the mirrored checkpoints."""
+        return [step_of_name(name) for name in self.lineage.saves]
+
+    def rolled_back(self, step: int, requested: int | str) -> None:
+        """Forget the checkpoints after a step, to which the run was rolled back. On rank 0. Raises ConfigError."""
+        with _as_config_error(), self.uploads.lock:
+            kept = tuple(name for name in self.lineage.saves if step_of_name(name) <= step)
+            rollbacks = (*self.lineage.rolled_back_to, requested)
+            lineage = replace(self.lineage, saves=kept, rolled_back_to=rollbacks)
+            self.lineage = lineage.write(self.store, self.is_conditional)
+
+    # ---------------------------------------------------------------- uploads
+
+    def start_share(self) -> None:
+        """Start to upload this node's share. On the first process of another node. Raises ConfigError."""
+        with _as_config_error():
+            self.store = ObjectStore(self.config.mirror)
+        self.uploads.start()
+
+    def add(self, request: SaveRequest) -> None:
+        """Upload a committed checkpoint in the background."""
+        given_up = self.uploads.add(request)
+        if self.node or not given_up:
+            return
+        for old in given_up:
+            console.warning(f"step {old.step} is not mirrored, because the uploads are too slow")
+            self._know(remote.name_of(old.final))
+        # The disk must not fill up while the store cannot be reached.
+        prune(request, protected=[waiting.final for waiting in self.uploads.waiting])
+
+    def _keep_lease(self) -> None:
+        while not self.uploads.ended.wait(self.config.mirror_lease_s / _RENEWALS):
+            with contextlib.suppress(StoreError):  # an upload will say so
+                self.lease.renew()
+
+    def _upload(self, request: SaveRequest) -> None:
+        """Upload this node's share of a checkpoint. Rank 0 also commits it."""
+        start_s, path = time.monotonic(), request.final
+        if not path.exists():
+            return
+        name, files = remote.name_of(path), manifest.read(path).files
+        own = {
+            file: self._upload_file(path, name, file, files[file].digest)
+            for file in files
+            if self._node_of(file) == self.node
+        }
+        if self.node:
+            share = {file: [f.size, f.sha256] for file, f in own.items()}
+            self._put(remote.key_of(name, f"shares/{self.node}.json"), json.dumps(share).encode())
+            return
+        for node in range(1, self.nodes):
+            own |= self._share_of(name, node)
+        content = (path / MANIFEST).read_bytes()
+        own[MANIFEST] = RemoteFile(len(content), self._put(remote.key_of(name, MANIFEST), content))
+        run_files = {n: self._upload_run_file(name, n) for n in self._run_files()}
+        save = Save(name=name, epoch=self.lineage.epoch, files=own, run_files=run_files)
+        self.lease.require()
+        with self.uploads.lock:
+            saves = (*(n for n in self.lineage.saves if n != name), name)
+            lineage = replace(self.lineage, saves=saves, best_step=request.keep_best or self.lineage.best_step)
+            self.lineage = lineage.write(self.store, self.is_conditional)
+        remote.create_save(self.store, save)
+        self._know(name)
+        seconds = time.monotonic() - start_s
+        console.info(
+            f"mirrored step {request.step} to {self.store.url} ({save.num_bytes / GIB:.2f} GiB in {seconds:.1f} s)"
+        )
+        self._prune(request)
+
+    def _node_of(self, file: str) -> int:
+        """Return which node uploads a file of a checkpoint: that of the rank that has written it."""
+        rank = file.removeprefix("rank-").partition(".")[0]
+        return int(rank) // self.ranks_per_node if rank.isdigit() else 0
+
+    def _upload_file(self, path: Path, name: str, file: str, digest: str) -> RemoteFile:
+        """Upload a file unless the store has it. Raises CorruptError if it is not what was committed."""
+        size, key = (path / file).stat().st_size, remote.key_of(name, file)
+        if digest_of(path / file) != digest:
+            raise CorruptError(f"{path / file} does not match its hash")
+        there = self.store.head(key)
+        if there is not None and there.size == size:
+            return RemoteFile(size, sha256_of(path / file))
+        return RemoteFile(size, self.store.upload(path / file, key, self.uploads.pace))
+
+    def _put(self, key: str, content: bytes) -> str:
+        self.store.write(key, content, None)
+        return hashlib.sha256(content).hexdigest()
+
+    def _run_files(self) -> list[str]:
+        """Return the paths of the small files of the run in its folder."""
+        found = []
+        for path in sorted(self.run_folder.rglob("*")):
+            name = path.relative_to(self.run_folder).as_posix()
+            is_own = name.partition("/")[0] not in _NOT_MIRRORED and not path.name.startswith(".")
+            if is_own and path.is_file() and not path.is_symlink() and path.stat().st_size <= _LARGEST_RUN_FILE:
+                found.append(name)
+        return found
+
+    def _upload_run_file(self, name: str, file: str) -> RemoteFile:
+        content = (self.run_folder / file).read_bytes()
+        return RemoteFile(len(content), self._put(remote.key_of(name, f"run/{file}"), content))
+
+    def _share_of(self, name: str, node: int) -> dict[str, RemoteFile]:
+        """Wait for the share of another node. Raises StoreError or CorruptError."""
+        key = remote.key_of(name, f"shares/{node}.json")
+        while True:
+            try:
+                share = json.loads(self.store.read(key)[0])
+                return {str(file): RemoteFile(int(size), str(sha)) for file, (size, sha) in share.items()}
+            except StoreError as error:
+                if error.kind != "missing":
+                    raise
+            except (ValueError, TypeError, AttributeError):
+                raise CorruptError(f"{self.store.name(key)} is damaged") from None
+            self.lease.require()
+            self.uploads.ended.wait(1.0)
+
+    def _know(self, *names: str) -> None:
+        """Note that this disk and the store have these checkpoints in common."""
+        with self.uploads.lock:
+            known = tuple(dict.fromkeys((*self.state.known, *names)))
+            self.state = replace(self.state, known=known)
+            self.state.write(self.folder)
+
+    def _prune(self, request: SaveRequest) -> None:
+        """Remove old checkpoints, in the store and on the disk."""
+        prune(request)
+        interval, best = self.config.keep_interval_steps, self.lineage.best_step
+        keep = remote.to_keep(self.lineage.saves, self.config.mirror_keep, interval, best)
+        removed = [name for name in self.lineage.saves if name not in keep]
+        if not removed:
+            return
+        with self.uploads.lock:
+            lineage = replace(self.lineage, saves=tuple(name for name in self.lineage.saves if name in keep))
+            self.lineage = lineage.write(self.store, self.is_conditional)
+        for name in removed:
+            remote.remove(self.store, name)
+
+    # ---------------------------------------------------------------- end
+
+    def finish(self) -> None:
+        """Wait for the uploads, at most mirror_timeout_s, and end the lease."""
+        missing = self.uploads.finish(self.config.mirror_timeout_s)
+        if self.node or self.uploads.failure:
+            return
+        if missing:
+            limit = f"mirror_timeout_s = {self.config.mirror_timeout_s:g}"
+            steps = ", ".join(map(str, missing))
+            console.warning(f"not mirrored after {limit}: step {steps}; the next start on this disk goes on")
+        self._release()
+
+    def _release(self) -> None:
+        self.uploads.ended.set()
+        with contextlib.suppress(StoreError, LeaseLost):
+            self.lease.release()
+
+    def close(self) -> None:
+        """End the threads, without waiting for an upload."""
+        self.uploads.ended.set()
+
+
+def _request_of(path: Path) -> SaveRequest:
+    """Return the request of a checkpoint that an earlier process has committed, and that the store lacks."""
+    return SaveRequest(
+        folder=path.parent, step=step_of(path), files={}, metadata={}, keep=0, keep_interval_steps=0, keep_best=0
+    )
+
+
+def open_mirror(config: CheckpointConfig, run_folder: Path) -> Mirror | None:
+    """Start the mirror of a run, collectively, and fetch what the disk lacks. Return it on the first process of each node. Raises
+    ConfigError."""
+    if not (config.enabled and config.mirror):
+        return None
+    ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+    nodes = -(-dist.get_world_size() // ranks_per_node)
+    mirror = Mirror(
+        config, run_folder, node=dist.get_rank() // ranks_per_node, nodes=nodes, ranks_per_node=ranks_per_node
+    )
+
+    def start() -> str:
+        try:
+            mirror.start_share() if dist.get_rank() else mirror.start()
+        except ConfigError as error:
+            return error.message
+        return ""
+
+    if problem := first_problem(once_per_node(start)):
+        raise ConfigError("checkpoint.mirror", problem)
+    return None if local_rank() else mirror
