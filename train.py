@@ -36,7 +36,7 @@ def run(config: Config, listener: SignalListener) -> int:
 
     from trainer.build import build_trainer
     from trainer.checkpoint.commit import SaveFailed
-    from trainer.checkpoint.mirror import open_mirror
+    from trainer.checkpoint.mirror import finish_mirror, open_mirror
     from trainer.data.store.arrays import LoadingFailed
     from trainer.resilience.guard import TrainingDiverged
     from trainer.run.resolve import resolve
@@ -62,6 +62,8 @@ def run(config: Config, listener: SignalListener) -> int:
             barrier()
             listener.react = trainer.stop.receive
             trainer.train()
+        else:
+            finish_mirror(config.checkpoint, mirror)
     except ConfigError as error:
         distributed.print_once_per_node(config.explain(error))
         release_if_empty(config.run.folder, lock)  # the only line of its log is this error

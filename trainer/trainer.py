@@ -64,6 +64,7 @@ class Trainer:
         start_s = time.monotonic()
         with acquire_lock(self.config.run.folder) or nullcontext():  # a run before this one may have released it
             if already_finished(self.config, self.state, self.early_stopping.reason(self.state)):
+                self.checkpoints.finish_mirror()
                 self.checkpoints.close()
                 return
             self._make_steps()

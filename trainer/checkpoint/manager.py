@@ -18,10 +18,10 @@ from trainer.checkpoint import resume
 from trainer.checkpoint.async_save import SaveResult, Writer
 from trainer.checkpoint.best import BestTracker
 from trainer.checkpoint.commit import SaveFailed, SaveRequest, load
-from trainer.checkpoint.mirror import Mirror
+from trainer.checkpoint.mirror import Mirror, finish_mirror
 from trainer.checkpoint.resume import ResumePoint
 from trainer.runtime import device as devices
-from trainer.runtime.distributed import once_per_node, run_on_rank_0
+from trainer.runtime.distributed import run_on_rank_0
 from trainer.state import TrainState, is_due
 
 
@@ -87,8 +87,7 @@ class CheckpointManager:
 
     def finish_mirror(self) -> None:
         """Wait for the uploads, collectively. See Mirror.finish."""
-        if self.config.mirror:
-            once_per_node(lambda: self.mirror.finish() or "")
+        finish_mirror(self.config, self.mirror)
 
     def due(self, step: int) -> bool:
         if not self.config.enabled:

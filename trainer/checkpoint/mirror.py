@@ -360,10 +360,16 @@ def _request_of(path: Path) -> SaveRequest:
     )
 
 
+def finish_mirror(config: CheckpointConfig, mirror: Mirror | None) -> None:
+    """Wait for the uploads, collectively. See Mirror.finish. mirror: result of `open_mirror`."""
+    if config.mirror:
+        once_per_node(lambda: mirror.finish() or "")
+
+
 def open_mirror(config: CheckpointConfig, run_folder: Path) -> Mirror | None:
     """Start the mirror of a run, collectively, and fetch what the disk lacks. Return it on the first process of each node. Raises
     ConfigError."""
-    if not (config.enabled and config.mirror):
+    if not config.mirror:
         return None
     ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
     nodes = -(-dist.get_world_size() // ranks_per_node)

@@ -195,6 +195,10 @@ CASES = {
     "[checkpoint] init_exclude has an effect only with [checkpoint] init_from": Case(
         "--checkpoint.init_exclude x", "--checkpoint.init_exclude x: has an effect only with [checkpoint] init_from"
     ),
+    "[checkpoint] mirror has an effect only with [checkpoint] enabled": Case(
+        "--checkpoint.enabled false --checkpoint.mirror s3://bucket/x",
+        "--checkpoint.mirror s3://bucket/x: has an effect only with [checkpoint] enabled",
+    ),
     "[checkpoint] mirror_keep has an effect only with [checkpoint] mirror": Case(
         "--checkpoint.mirror_keep 2",
         "--checkpoint.mirror_keep 2: has an effect only with [checkpoint] mirror",

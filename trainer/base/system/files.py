@@ -155,7 +155,11 @@ def short_digest(full: str) -> str:
 
 
 def digest_of(path: Path) -> str:
-    hasher = xxhash.xxh3_128()
+    return hash_of_file(path, xxhash.xxh3_128())
+
+
+def hash_of_file(path: Path, hasher: Any) -> str:
+    """Return the hexadecimal hash of a file's content. hasher: a new one of hashlib or xxhash."""
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK_BYTES):
             hasher.update(chunk)

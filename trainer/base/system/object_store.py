@@ -15,11 +15,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, BinaryIO
 
-from trainer.base.system.files import sync
+from trainer.base.system.files import hash_of_file, sync
 from trainer.base.system.streams import without_credentials
 
-SCHEMES = {"s3": "S3", "gs": "Google Cloud Storage", "az": "Azure", "file": "a folder"}
-"""Scheme of a URL -> kind of store."""
+SCHEMES = ("s3", "gs", "az", "file")
+"""Schemes of the URLs of stores: S3, Google Cloud Storage, Azure, a folder."""
 _OTHER_NAMES = {"s3a": "s3", "s3n": "s3", "gcs": "gs", "azure": "az", "abfs": "az", "abfss": "az", "wasbs": "az"}
 """Schemes of other programs -> ours."""
 _URL = re.compile(r"(?P<scheme>[a-z0-9]+)://(?P<bucket>[^/?#]*)(?:/(?P<prefix>[^?#]*))?")
@@ -297,11 +297,7 @@ def _chunks(file: BinaryIO, hasher: Any, pace: Callable[[int], None]) -> Iterato
 
 
 def sha256_of(path: Path) -> str:
-    hasher = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            hasher.update(chunk)
-    return hasher.hexdigest()
+    return hash_of_file(path, hashlib.sha256())
 
 
 def _content(result: Any) -> tuple[bytes, str]:

@@ -46,7 +46,7 @@ class CheckpointConfig:
     """Whether to accept weights with a smaller vocabulary. New embedding and output rows become the mean of the loaded rows."""
     init_exclude: Annotated[tuple[str, ...], INITIALIZED] = ()
     """Names of parameters that are initialized randomly, not loaded from init_from. Examples: output.weight, layers.7.*."""
-    mirror: Annotated[str, SAVING] = ""
+    mirror: Annotated[str, Constraint(only_with=(When("checkpoint.enabled"),))] = ""
     """URL of a place in an object store, such as s3://bucket/runs/my-run, to which committed checkpoints and the small files of
     the run folder are uploaded in the background. A run that starts on an empty disk continues from there. Empty: none."""
     mirror_keep: Annotated[int, Constraint(min=0, max=10**9, unit="checkpoints", only_with=(MIRRORED,))] = 0
