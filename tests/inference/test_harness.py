@@ -14,6 +14,7 @@ from scripts.evaluate import record
 from tests.commands import run_script
 from tests.conftest import ROOT
 from tests.training_runs import checkpoint_of, records, train
+from trainer.base.config import ConfigError
 from trainer.inference.generate import TextGenerator
 from trainer.tools.report.figures import figures_of
 from trainer.tools.report.run import read_run
@@ -25,7 +26,7 @@ pytest.importorskip("accelerate")
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
-from trainer.inference.harness import HarnessModel
+from trainer.inference.harness import HarnessModel, _fault_of_task
 
 TEXTS = ["", "def f(x):", " the ", "a\n\n b", "<|begin_of_text|>the", "é😀<|eot_id|> of", "\t\tof and to " * 9]
 PAIRS = [(a, b) for a in TEXTS for b in ("to be", " of", "\nto") if len(a + b) < 200]
@@ -195,5 +196,13 @@ def test_errors_of_the_command_are_one_line(run, tasks, tmp_path):
         (["own_choice,"], "--tasks own_choice,: a name is empty, or stands twice"),
     ):
         done = evaluate(tmp_path, run, "--include-path", tasks, "--tasks", *words)
-        assert (done.returncode, done.stdout) == (2, "")
+        assert (done.returncode, done.stdout) == (2, ""), done.stderr
         assert done.stderr.splitlines()[-1] == line
+
+
+@pytest.mark.parametrize(("module", "kind"), [("lm_eval.tasks", ConfigError), ("trainer.data.mix", KeyError)])
+def test_an_environment_in_the_folder_of_the_project_is_not_the_project(module, kind):
+    path = ROOT / ".venv" / "lib" / "harness.py"
+    with pytest.raises(KeyError) as caught:
+        exec(compile("{}['contxt']", str(path), "exec"), {"__name__": module})
+    assert isinstance(_fault_of_task(caught.value, ["own_choice"]), kind)

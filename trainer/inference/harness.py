@@ -33,6 +33,8 @@ from trainer.runtime.distributed import all_gather_objects, run_on_rank_0
 T = TypeVar("T")
 R = TypeVar("R")
 
+_PACKAGE = __name__.partition(".")[0]
+
 _SETTINGS = {"do_sample", "until", "max_gen_toks", "temperature", "top_k", "top_p"}
 """Settings of generation that have an effect."""
 
@@ -228,9 +230,8 @@ def _download(tasks: TaskManager, names: Sequence[str]) -> None:
 def _fault_of_task(error: Exception, names: Sequence[str]) -> Exception:
     """Return a ConfigError instead of an error of the harness, which is a fault of a task: a missing file, a misspelt field or
     metric. An error of this project is returned as it is."""
-    own = Path(__file__).parents[2]
-    frames = [Path(frame.f_code.co_filename) for frame, _ in traceback.walk_tb(error.__traceback__)]
-    if isinstance(error, ConfigError) or any(own in path.parents for path in frames[1:]):
+    modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if isinstance(error, ConfigError) or any(module.startswith(f"{_PACKAGE}.") for module in modules[1:]):
         return error
     reason = first_line(error)
     name = type(error).__name__
