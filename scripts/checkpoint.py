@@ -52,16 +52,16 @@ from tqdm import tqdm
 
 from trainer.base.config.checkpoints import best_checkpoint, best_step, list_checkpoints
 from trainer.base.config.recognition import is_checkpoint
-from trainer.base.system import console
+from trainer.base.system import console, remote_run
 from trainer.base.system.files import folder_error
 from trainer.base.system.object_store import ObjectStore, StoreError, is_url
 from trainer.base.system.paths import split_best
+from trainer.base.system.remote_run import Lineage
 from trainer.base.system.run_files import CHECKPOINTS, STATE_FILE, parse_step
 from trainer.base.system.spelling import counted
-from trainer.checkpoint import manifest, remote
+from trainer.checkpoint import manifest
 from trainer.checkpoint.lease import Lease
 from trainer.checkpoint.manifest import CorruptError
-from trainer.checkpoint.remote import Lineage
 from trainer.checkpoint.resume import LARGEST_STATE, check_train_state
 from trainer.checkpoint.tensor_files import read_index
 
@@ -144,16 +144,16 @@ def inspect(checkpoints: list[Path]) -> Iterator[bool]:
 
 def print_mirror(store: ObjectStore, lineage: Lineage, args: argparse.Namespace) -> Iterator[bool]:
     for name in reversed(lineage.saves):
-        save = remote.read_save(store, name)
+        save = remote_run.read_save(store, name)
         size = f"{save.num_bytes / 2**20:>12,.1f} MiB" if save else "unfinished"
-        print(f"{name}  {size}{'  best' if lineage.best_step == remote.step_of_name(name) else ''}")
+        print(f"{name}  {size}{'  best' if lineage.best_step == remote_run.step_of_name(name) else ''}")
         yield True
 
 
 def verify_mirror(store: ObjectStore, lineage: Lineage, args: argparse.Namespace) -> Iterator[bool]:
     for name in reversed(lineage.saves):
-        if (save := remote.read_save(store, name)) is not None:
-            problem = remote.find_damage(store, save)
+        if (save := remote_run.read_save(store, name)) is not None:
+            problem = remote_run.find_damage(store, save)
             print(f"{name}: {problem or 'intact'}", flush=True)
             yield not problem
 
@@ -162,10 +162,10 @@ def fetch(store: ObjectStore, lineage: Lineage, args: argparse.Namespace) -> Ite
     if args.out is None:
         raise ConfigError("", "fetch needs the run folder to download into")
     for name in reversed(lineage.saves):
-        save = remote.read_save(store, name) if args.step in (None, remote.step_of_name(name)) else None
+        save = remote_run.read_save(store, name) if args.step in (None, remote_run.step_of_name(name)) else None
         if save is not None:
             with console.progress(save.num_bytes, "B", "fetching") as bar:
-                print(remote.fetch(store, save, args.out / CHECKPOINTS, bar.update))
+                print(remote_run.fetch(store, save, args.out / CHECKPOINTS, bar.update))
             yield True
             return
     which = "complete checkpoint" if args.step is None else f"complete checkpoint of step {args.step}"
@@ -174,7 +174,7 @@ def fetch(store: ObjectStore, lineage: Lineage, args: argparse.Namespace) -> Ite
 
 def prune(store: ObjectStore, lineage: Lineage, args: argparse.Namespace) -> Iterator[bool]:
     lease = Lease.acquire(store, timeout_s=60.0, is_conditional=True, own_before="")
-    unused = remote.unused_objects(store, lineage)
+    unused = remote_run.unused_objects(store, lineage)
     store.delete(item.key for item in unused)
     print(f"removed {counted(len(unused), 'object')} ({sum(item.size for item in unused) / 2**20:,.1f} MiB)")
     lease.release()

@@ -19,7 +19,13 @@ from trainer.base.system.signals import exit_on_interrupt
 if __name__ == "__main__":
     exit_on_interrupt()
 
-from trainer.base.config.argument_types import existing_folder, file_to_write, non_negative_int, positive_int
+from trainer.base.config.argument_types import (
+    existing_folder,
+    file_to_write,
+    non_negative_int,
+    positive_int,
+    readable_path,
+)
 from trainer.base.config.arguments import Arguments
 from trainer.base.config.exits import answer_early, end_process_after, run_to_end
 
@@ -27,7 +33,11 @@ from trainer.base.config.exits import answer_early, end_process_after, run_to_en
 def arguments() -> Arguments:
     parser = Arguments(__doc__)
     add = parser.add_argument
-    add("path", type=Path, help="checkpoint, run folder (its newest checkpoint, or RUN@best), or Hugging Face folder")
+    add(
+        "path",
+        type=readable_path,
+        help="checkpoint, run folder (its newest checkpoint, or RUN@best), or Hugging Face folder",
+    )
     add("--tasks", required=True, metavar="NAMES", help="names of tasks and groups, with commas between them")
     add("--include-path", type=existing_folder, metavar="PATH", help="folder with the YAML files of further tasks")
     add(
@@ -42,7 +52,7 @@ def arguments() -> Arguments:
     add("--chat-template", default="", metavar="NAME", help="shipped template or a file (default: the model's)")
     add("--max-seq-len", type=non_negative_int, default=0, metavar="N", help="context window; 0: the model's")
     add("--tp", type=positive_int, default=1, metavar="N", help="number of ranks over which the matrices are sharded")
-    add("--base", type=Path, metavar="PATH", help="base model of an adapter (default: the path at training)")
+    add("--base", type=readable_path, metavar="PATH", help="base model of an adapter (default: the path at training)")
     add("--averaged", action="store_true", help="use the averaged weights of the run ([optimizer] ema_decay)")
     add("--output", type=file_to_write, metavar="FILE", help="write the results in the harness's JSON form")
     add("--dtype", choices=["fp32", "bf16"], help="default: bf16 on a GPU, fp32 on a CPU")

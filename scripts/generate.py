@@ -18,7 +18,14 @@ from trainer.base.system.signals import exit_on_interrupt
 if __name__ == "__main__":
     exit_on_interrupt()
 
-from trainer.base.config.argument_types import non_negative_float, non_negative_int, number, positive_int, utf8
+from trainer.base.config.argument_types import (
+    non_negative_float,
+    non_negative_int,
+    number,
+    positive_int,
+    readable_path,
+    utf8,
+)
 from trainer.base.config.arguments import Arguments
 from trainer.base.config.exits import answer_early, end_process_after, run_to_end
 
@@ -26,8 +33,12 @@ from trainer.base.config.exits import answer_early, end_process_after, run_to_en
 def arguments() -> Arguments:
     parser = Arguments(__doc__)
     add = parser.add_argument
-    add("path", type=Path, help="checkpoint, run folder (its newest checkpoint, or RUN@best), or Hugging Face folder")
-    add("--base", type=Path, metavar="PATH", help="base model of an adapter (default: the path at training)")
+    add(
+        "path",
+        type=readable_path,
+        help="checkpoint, run folder (its newest checkpoint, or RUN@best), or Hugging Face folder",
+    )
+    add("--base", type=readable_path, metavar="PATH", help="base model of an adapter (default: the path at training)")
     add("--averaged", action="store_true", help="use the averaged weights of the run ([optimizer] ema_decay)")
     add(
         "--prompt",

@@ -24,7 +24,7 @@ if __name__ == "__main__":
 from collections.abc import Sequence
 
 from trainer.base.config import ConfigError
-from trainer.base.config.argument_types import file_to_write, number
+from trainer.base.config.argument_types import file_to_write, number, readable_path
 from trainer.base.config.arguments import Arguments
 from trainer.base.config.exits import run_to_end
 from trainer.base.system.files import atomic_write
@@ -74,7 +74,7 @@ def version_of(folders: Sequence[Path]) -> str:
 def main() -> None:
     parser = Arguments(__doc__)
     parser.add_argument(
-        "runs", type=Path, nargs="+", metavar="RUN", help="run folder, one of its checkpoints, or RUN@best"
+        "runs", type=readable_path, nargs="+", metavar="RUN", help="run folder, one of its checkpoints, or RUN@best"
     )
     help_text = "HTML file to write (default: report.html in the folder of the first run)"
     parser.add_argument("--output", type=file_to_write, metavar="FILE", help=help_text)

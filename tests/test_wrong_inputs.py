@@ -117,7 +117,7 @@ SETTINGS = {
     # ---------------------------------------------------------------- paths
     "--run.output_folder s3://bucket/run": "must be a local path, not a URL",
     "--data.store_folder gs://bucket": "must be a local path, not a URL",
-    "--data.dataset jsonl --data.path s3://bucket/x.jsonl": "mount s3:// as one",
+    "--data.dataset jsonl --data.path s3a://bucket/x.jsonl": "write s3://BUCKET/PREFIX",
     "--data.datasets.web jsonl:https://x.org/a.jsonl": "mount https:// as one",
     "--data.path file:///data/x.jsonl": "not a URL: write /data/x.jsonl",
     "--data.columns.question a --data.columns.answer a": "reads the same field as data.columns.question",
@@ -127,7 +127,7 @@ SETTINGS = {
     "--galore true": "GaLore is not supported",
     "--learning-rat 1": "unknown setting",
     "--warmup_step 1": "did you mean '--lr_schedule.warmup_steps'?",
-    "--data.datasets.web s3://bucket": "must be a local path, not a URL",
+    "--data.datasets.web s3://bucket": "expected TYPE:PATH",
     "--checkpoint.init_from hf://meta-llama/Llama-3": "must be a local path, not a URL",
     "--model.huggingface https://huggingface.co/gpt2": "must be a local path, not a URL",
     "--run.output_folder ~/runs": "~ is expanded only by a shell",
@@ -224,7 +224,7 @@ SCRIPTS = {
     "generate run --prompt x --temperature -1": "expected a number from 0",
     "generate run --prompt x --dtype fp16": "did you mean 'bf16'?",
     "generate run --prompt x --system y": "has no effect without --chat",
-    "generate s3://bucket/run --prompt x": "must be a local path, not a URL",
+    "generate s3://bucket/*/run --prompt x": "is a pattern, but one file or folder is read",
     "plan --gpus 8": "use --world-size",
     "plan --world_size 8": "did you mean '--world-size'?",
     "plan --device h1000": "did you mean 'h100'?",
@@ -242,7 +242,7 @@ SCRIPTS = {
     "inspect_samples moved 1": 'moved/config.toml [data] path = "words.jsonl": no such file or folder',
     "inspect_samples unread 1": 'unread/config.toml [data] path = "content.jsonl": this dataset contains no readable',
     "convert_hf to-hf run --output out": "use OUT, the last argument",
-    "convert_hf to-hf gs://bucket/run out": "must be a local path, not a URL",
+    "convert_hf to-hf gs:// out": "names no bucket",
     "checkpoint list nowhere": "no such folder",
     "checkpoint list empty": "contains no checkpoint",
     "checkpoint lst run": "did you mean 'list'?",
@@ -280,7 +280,7 @@ FOLDERS = {
     "gguf": "use the original model in Hugging Face's format",
     "adapter": "use its base model (org/base) here",
     "gpt2": 'model_type "gpt2": expected one of',
-    "s3://bucket/run": "must be a local path, not a URL",
+    "https://x.org/run": "must be a local path, not a URL",
 }
 """Folder of a model -> text of the line."""
 

@@ -22,10 +22,11 @@ from trainer.runtime.device import rng_state
 pytest.importorskip("obstore")
 pytest.importorskip("moto")
 
+from trainer.base.system import remote_run
 from trainer.base.system.object_store import ObjectStore
-from trainer.checkpoint import lease, remote
+from trainer.base.system.remote_run import Lineage
+from trainer.checkpoint import lease
 from trainer.checkpoint.lease import Lease, LeaseLost
-from trainer.checkpoint.remote import Lineage
 
 
 @pytest.fixture(scope="module")
@@ -113,14 +114,14 @@ def test_a_run_that_loses_its_disk_ends_with_the_same_bits(ranks, argv, store, u
     shutil.rmtree(tmp_path / "run")
     assert ranks(size).run(train, argv, variables()) == expected
     assert losses(tmp_path / "run") == losses(whole)
-    assert [remote.step_of_name(name) for name in Lineage.read(store).saves] == [2, 4, 6, 8]
+    assert [remote_run.step_of_name(name) for name in Lineage.read(store).saves] == [2, 4, 6, 8]
     assert not [item.key for item in store.list() if SECRET.encode() in store.read(item.key)[0]]
 
 
 def test_old_checkpoints_are_removed_in_the_store_and_on_the_disk(ranks, argv, store, tmp_path):
     flags = ["--checkpoint.keep", "1", "--checkpoint.mirror_keep", "2", "--checkpoint.keep_interval_steps", "4"]
     ranks(1).run(train, [*argv, *flags, *in_folder(tmp_path / "run")], variables())
-    assert [remote.step_of_name(name) for name in Lineage.read(store).saves] == [4, 6, 8]
+    assert [remote_run.step_of_name(name) for name in Lineage.read(store).saves] == [4, 6, 8]
     folders = {item.key.split("/")[1].rpartition("-")[0] for item in store.list("checkpoints/")}
     assert folders == {f"step-{step:08}" for step in (4, 6, 8)}
     assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*")) == [
@@ -133,7 +134,7 @@ def test_a_damaged_checkpoint_in_the_store_is_not_resumed_from(ranks, argv, stor
     argv = [*argv, *in_folder(tmp_path / "run")]
     ranks(1).run(train, argv, variables(), 4)
     shutil.rmtree(tmp_path / "run")
-    key = remote.key_of(Lineage.read(store).saves[-1], "rank-00000.safetensors")
+    key = remote_run.key_of(Lineage.read(store).saves[-1], "rank-00000.safetensors")
     content = bytearray(store.read(key)[0])
     content[-1] ^= 1
     store.write(key, bytes(content), None)
@@ -148,7 +149,7 @@ def test_a_discarded_history_never_comes_back(ranks, argv, store, tmp_path):
     before = Lineage.read(store).saves
     ranks(1).run(train, back, variables(), 6)
     names = Lineage.read(store).saves
-    assert [remote.step_of_name(name) for name in names] == [2, 4, 6]
+    assert [remote_run.step_of_name(name) for name in names] == [2, 4, 6]
     assert names[:2] == before[:2] and names[2] != before[2]
     shutil.rmtree(tmp_path / "run")
     ranks(1).run(train, back, variables())
@@ -267,7 +268,7 @@ def test_a_missing_bucket_is_one_line(ranks, argv, tmp_path):
 def test_the_manifest_of_the_store_names_every_file_with_its_hash(ranks, argv, store, tmp_path):
     ranks(1).run(train, [*argv, *in_folder(tmp_path / "run")], variables(), 2)
     (name,) = Lineage.read(store).saves
-    content = json.loads(store.read(remote.key_of(name))[0])
+    content = json.loads(store.read(remote_run.key_of(name))[0])
     local = {path.name for path in (tmp_path / "run" / "checkpoints" / "step-00000002").iterdir()}
     assert content["files"].keys() == local
     assert all(len(file["sha256"]) == 64 for file in content["files"].values())

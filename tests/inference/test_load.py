@@ -117,7 +117,7 @@ def test_a_dtype_that_is_none_of_floating_point_numbers_is_refused(run, dtype):
     [
         ("", {}, "path '': must be the path of a checkpoint, a run folder or a model folder"),
         (None, {}, "path None: must be the path of a checkpoint, a run folder or a model folder"),
-        ("s3://x", {}, "path s3://x: must be a local path, not a URL: copy the files to a folder, or mount s3:// as one"),
+        ("hf://x", {}, "path hf://x: must be a local path, not a URL: copy the files to a folder, or mount hf:// as one"),
         ("x", {"max_seq_len": -1}, "max_seq_len -1: must be at least 1, or 0 for the sequence length of training"),
         ("x", {"device": "gpu"}, "device 'gpu': expected \"cpu\", \"cuda\", or one of several GPUs such as \"cuda:1\""),
         ("x", {"device": None}, "device 'None': expected \"cpu\", \"cuda\", or one of several GPUs such as \"cuda:1\""),

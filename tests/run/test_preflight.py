@@ -76,7 +76,7 @@ def error_of_entry(entry):
         ("jsnl:web", "did you mean 'jsonl'?"),
         ("text:", "expected a path after text:"),
         ("python_stdlib:/x", "python_stdlib does not take a path"),
-        ("s3://bucket/x", "must be a local path, not a URL"),
+        ("s3://bucket/x", "expected TYPE:PATH"),
     ],
 )
 def test_an_entry_of_a_program_is_checked_as_one_of_a_file(ranks, entry, message):

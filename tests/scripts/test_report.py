@@ -65,8 +65,7 @@ def test_no_other_file_is_replaced(run, tmp_path):
         (["{folder}/no"], "{folder}/no: no such folder"),
         (["{folder}/no@best"], "{folder}/no@best: no such folder"),
         (["{folder}/run@best"], "{folder}/run/checkpoints contains no checkpoint"),
-        (["{folder}/run", "s3://bucket/run"], "argument RUN: s3://bucket/run: must be a local path, not a URL: copy the "
-         "files to a folder, or mount s3:// as one"),
+        (["{folder}/run", "s3://"], "argument RUN: s3://: names no bucket"),
         (["{folder}/run", "{folder}/run"], "{folder}/run: the same run is given twice"),
         (["{folder}/run"] * 33, "33 runs: a page shows at most 32"),
         (["{folder}/run", "--port", "80"], "--port 80: requires --watch"),

@@ -9,7 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from trainer.base.config import ConfigError
-from trainer.base.system.files import TooLarge, digest, digest_of, drop_page_cache, read_limited, sync
+from trainer.base.system.files import (
+    TooLarge,
+    digest,
+    digest_of,
+    drop_page_cache,
+    is_plain_filename,
+    read_limited,
+    sync,
+)
 from trainer.base.system.paths import unreadable
 from trainer.base.system.run_files import MANIFEST
 
@@ -103,8 +111,7 @@ def read(folder: Path) -> Manifest:
 
 def require_plain_filename(name: Any, by: str) -> str:
     """Return the name. Raises CorruptError if it is not a plain file name. by: path of the file that contains the name."""
-    plain = isinstance(name, str) and name.isprintable() and not name.startswith(".") and "\\" not in name
-    if not plain or not name or Path(name).name != name:
+    if not is_plain_filename(name):
         raise CorruptError(f"{by} names {name!r:.100}, which is not a plain file name")
     return name
 

@@ -18,18 +18,18 @@ import torch.distributed as dist
 
 from trainer.base.config import CheckpointConfig, ConfigError
 from trainer.base.config.checkpoints import list_checkpoints
-from trainer.base.system import console
+from trainer.base.system import console, remote_run
 from trainer.base.system.files import atomic_write, digest_of, read_json_object
 from trainer.base.system.object_store import ObjectStore, StoreError, sha256_of
 from trainer.base.system.process import local_rank
+from trainer.base.system.remote_run import Lineage, RemoteFile, Save, step_of_name
 from trainer.base.system.run_files import CHECKPOINTS, MANIFEST, step_of
 from trainer.base.system.spelling import counted
 from trainer.base.system.units import GIB, duration
-from trainer.checkpoint import manifest, remote
+from trainer.checkpoint import manifest
 from trainer.checkpoint.commit import SaveRequest, prune
 from trainer.checkpoint.lease import Lease, LeaseLost, honours_conditions
 from trainer.checkpoint.manifest import CorruptError
-from trainer.checkpoint.remote import Lineage, RemoteFile, Save, step_of_name
 from trainer.checkpoint.resume import LINEAGE
 from trainer.checkpoint.uploads import Uploads
 from trainer.runtime.distributed import first_problem, once_per_node
@@ -122,8 +122,8 @@ class Mirror:
     def _reconcile(self) -> list[Path]:
         """Fetch the newest checkpoint of the store if this disk lacks it. Return the newest one that the store lacks, if any.
         Raises ConfigError if both have checkpoints that the other one lacks."""
-        local = {remote.name_of(path): path for path in list_checkpoints(self.folder) if (path / MANIFEST).exists()}
-        saves = [save for name in self.lineage.saves if (save := remote.read_save(self.store, name)) is not None]
+        local = {remote_run.name_of(path): path for path in list_checkpoints(self.folder) if (path / MANIFEST).exists()}
+        saves = [save for name in self.lineage.saves if (save := remote_run.read_save(self.store, name)) is not None]
         known = {*self.state.known, *(save.name for save in saves)}
         unmirrored = [path for name, path in local.items() if name not in known]
         if local:  # otherwise also what this disk knew is lost
@@ -170,7 +170,7 @@ class Mirror:
             if step in map(step_of, list_checkpoints(self.folder)):
                 return
             for name in reversed(self.lineage.saves):
-                if step_of_name(name) == step and (save := remote.read_save(self.store, name)) is not None:
+                if step_of_name(name) == step and (save := remote_run.read_save(self.store, name)) is not None:
                     self._fetch(save)
                     return
 
@@ -178,7 +178,7 @@ class Mirror:
         gib = save.num_bytes / GIB
         console.info(f"fetching {save.name} from {self.store.url} ({gib:.2f} GiB)")
         with console.progress(save.num_bytes, "B", "fetching") as bar:
-            return remote.fetch(self.store, save, self.folder, bar.update)
+            return remote_run.fetch(self.store, save, self.folder, bar.update)
 
     def _restore_run_files(self, save: Save) -> None:
         for name in save.run_files:
@@ -187,7 +187,8 @@ class Mirror:
             expected = save.run_files[name]
             temporary = path.with_name(f".fetch-{path.name}")
             temporary.unlink(missing_ok=True)
-            self.store.download(remote.key_of(save.name, f"run/{name}"), temporary, expected.size, expected.sha256)
+            key = remote_run.key_of(save.name, f"run/{name}")
+            self.store.download(key, temporary, expected.size, sha256=expected.sha256)
             temporary.replace(path)
 
     @property
@@ -218,7 +219,7 @@ class Mirror:
             return
         for old in given_up:
             console.warning(f"step {old.step} is not mirrored, because the uploads are too slow")
-            self._know(remote.name_of(old.final))
+            self._know(remote_run.name_of(old.final))
         # The disk must not fill up while the store cannot be reached.
         prune(request, protected=[waiting.final for waiting in self.uploads.waiting])
 
@@ -232,7 +233,7 @@ class Mirror:
         start_s, path = time.monotonic(), request.final
         if not path.exists():
             return
-        name, files = remote.name_of(path), manifest.read(path).files
+        name, files = remote_run.name_of(path), manifest.read(path).files
         own = {
             file: self._upload_file(path, name, file, files[file].digest)
             for file in files
@@ -240,12 +241,12 @@ class Mirror:
         }
         if self.node:
             share = {file: [f.size, f.sha256] for file, f in own.items()}
-            self._put(remote.key_of(name, f"shares/{self.node}.json"), json.dumps(share).encode())
+            self._put(remote_run.key_of(name, f"shares/{self.node}.json"), json.dumps(share).encode())
             return
         for node in range(1, self.nodes):
             own |= self._share_of(name, node)
         content = (path / MANIFEST).read_bytes()
-        own[MANIFEST] = RemoteFile(len(content), self._put(remote.key_of(name, MANIFEST), content))
+        own[MANIFEST] = RemoteFile(len(content), self._put(remote_run.key_of(name, MANIFEST), content))
         run_files = {n: self._upload_run_file(name, n) for n in self._run_files()}
         save = Save(name=name, epoch=self.lineage.epoch, files=own, run_files=run_files)
         self.lease.require()
@@ -253,7 +254,7 @@ class Mirror:
             saves = (*(n for n in self.lineage.saves if n != name), name)
             lineage = replace(self.lineage, saves=saves, best_step=request.keep_best or self.lineage.best_step)
             self.lineage = lineage.write(self.store, self.is_conditional)
-        remote.create_save(self.store, save)
+        remote_run.create_save(self.store, save)
         self._know(name)
         seconds = time.monotonic() - start_s
         console.info(
@@ -268,7 +269,7 @@ class Mirror:
 
     def _upload_file(self, path: Path, name: str, file: str, digest: str) -> RemoteFile:
         """Upload a file unless the store has it. Raises CorruptError if it is not what was committed."""
-        size, key = (path / file).stat().st_size, remote.key_of(name, file)
+        size, key = (path / file).stat().st_size, remote_run.key_of(name, file)
         if digest_of(path / file) != digest:
             raise CorruptError(f"{path / file} does not match its hash")
         there = self.store.head(key)
@@ -292,11 +293,11 @@ class Mirror:
 
     def _upload_run_file(self, name: str, file: str) -> RemoteFile:
         content = (self.run_folder / file).read_bytes()
-        return RemoteFile(len(content), self._put(remote.key_of(name, f"run/{file}"), content))
+        return RemoteFile(len(content), self._put(remote_run.key_of(name, f"run/{file}"), content))
 
     def _share_of(self, name: str, node: int) -> dict[str, RemoteFile]:
         """Wait for the share of another node. Raises StoreError or CorruptError."""
-        key = remote.key_of(name, f"shares/{node}.json")
+        key = remote_run.key_of(name, f"shares/{node}.json")
         while True:
             try:
                 share = json.loads(self.store.read(key)[0])
@@ -320,7 +321,7 @@ class Mirror:
         """Remove old checkpoints, in the store and on the disk."""
         prune(request)
         interval, best = self.config.keep_interval_steps, self.lineage.best_step
-        keep = remote.to_keep(self.lineage.saves, self.config.mirror_keep, interval, best)
+        keep = remote_run.to_keep(self.lineage.saves, self.config.mirror_keep, interval, best)
         removed = [name for name in self.lineage.saves if name not in keep]
         if not removed:
             return
@@ -328,7 +329,7 @@ class Mirror:
             lineage = replace(self.lineage, saves=tuple(name for name in self.lineage.saves if name in keep))
             self.lineage = lineage.write(self.store, self.is_conditional)
         for name in removed:
-            remote.remove(self.store, name)
+            remote_run.remove(self.store, name)
 
     # ---------------------------------------------------------------- end
 

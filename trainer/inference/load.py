@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from models.spec import saved_weights
 from trainer.base.config import ConfigError
 from trainer.base.config.checkpoints import resolve_checkpoint, why_chosen
-from trainer.base.system.paths import BEST, path_error
+from trainer.base.config.remote_paths import local_path_of, readable_error
+from trainer.base.system.paths import BEST
 from trainer.base.system.streams import print_error
 from trainer.checkpoint.formats.folders import open_weights
 from trainer.checkpoint.formats.tokenizer_files import load_model_tokenizer
@@ -34,7 +35,8 @@ def load_model(
 
     Args:
         path: Checkpoint, run folder (its newest checkpoint is loaded; with "@best" at the end of the path, its best one), or
-            model folder in Hugging Face's format. A checkpoint that contains only an adapter is merged with its base model.
+            model folder in Hugging Face's format; or the URL of one in an object store. A checkpoint that contains only an
+            adapter is merged with its base model.
         base: Folder of the base model, if the checkpoint contains only an adapter and the base has moved since the training.
         averaged: Whether to load the averaged weights of the run ([optimizer] ema_decay) instead of its last ones.
         dtype: Type of the parameters.
@@ -52,8 +54,9 @@ def load_model(
         raise ConfigError("", f"dtype {dtype!r}: must be a floating-point dtype, such as torch.bfloat16")
     if not isinstance(path, str | Path) or not str(path):
         raise ConfigError("", f"path {path!r}: must be the path of a checkpoint, a run folder or a model folder")
-    if problem := path_error(str(path)):
+    if problem := readable_error(str(path)):
         raise ConfigError("", f"path {path}: {problem}")
+    path = local_path_of(str(path))
     if max_seq_len < 0:
         raise ConfigError(
             "", f"max_seq_len {max_seq_len}: must be at least 1, or 0 for the sequence length of training"

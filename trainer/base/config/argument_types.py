@@ -6,7 +6,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from trainer.base.config.errors import ConfigError
 from trainer.base.config.fields import parse_text, range_error, type_name
+from trainer.base.config.remote_paths import local_path_of, readable_error
 from trainer.base.config.schema.constraint import Constraint
 from trainer.base.system.files import folder_error
 from trainer.base.system.paths import path_error
@@ -27,11 +29,21 @@ def local_path(text: str) -> Path:
     return Path(text)
 
 
-def existing_folder(text: str) -> Path:
-    local_path(text)
-    if problem := folder_error(text):
+def readable_path(text: str) -> Path:
+    """Parse the path of what is read. If it is a URL of an object store, return the path of a local copy."""
+    if problem := readable_error(text):
         raise argparse.ArgumentTypeError(f"{text}: {problem}")
-    return Path(text)
+    try:
+        return Path(local_path_of(text))
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(error.message) from None
+
+
+def existing_folder(text: str) -> Path:
+    path = readable_path(text)
+    if problem := folder_error(path):
+        raise argparse.ArgumentTypeError(f"{text}: {problem}")
+    return path
 
 
 def file_to_write(text: str) -> Path:

@@ -11,6 +11,7 @@ from trainer.base.config.errors import ConfigError
 from trainer.base.config.fields import Layer, Value, settings
 from trainer.base.config.flags import layer_of_flags, parse_argv
 from trainer.base.config.pretrained import layer_of_pretrained, layer_of_tokenizer
+from trainer.base.config.remote_paths import with_local_copies
 from trainer.base.config.required_files import FILE_SECTIONS, require_files
 from trainer.base.config.schema.config import Config
 from trainer.base.config.toml_file import DEFAULT_CONFIG, layer_of_file
@@ -46,6 +47,8 @@ def load_config(argv: Sequence[str], check_files: Collection[str] = FILE_SECTION
         layers.append({"run.name": Value(Path(file).stem, "")})
     config = _merged(layers)
     try:
+        layers = with_local_copies(layers, check_files, with_weights)
+        config = _merged(layers)
         if config.model.pretrained:
             layers = _with_pretrained(layers, config, check_files, with_weights)
             config = _merged(layers)

@@ -16,6 +16,7 @@ from trainer.base.config.schema.config import Config
 from trainer.base.config.toml_text import toml_value
 from trainer.base.system.run_files import CONFIG_FILE
 from trainer.base.system.streams import without_credentials
+from trainer.base.system.urls import with_urls
 
 
 def to_toml(config: Config, show_origins: bool = False, keep_credentials: bool = False) -> str:
@@ -35,7 +36,7 @@ def to_toml(config: Config, show_origins: bool = False, keep_credentials: bool =
             if s.key not in omitted
         ]
         lines += [f"[{section}]", *entries, ""]
-    text = "\n".join(lines)
+    text = with_urls("\n".join(lines))
     return text if keep_credentials else without_credentials(text)
 
 

@@ -18,6 +18,11 @@ _LINE_BYTES = 1024
 _BACKEND_OF_ENDING = {".json": "huggingface", ".tiktoken": "tiktoken", ".model": "sentencepiece"}
 TEMPLATE_FILES = ("chat_template.jinja", "tokenizer_config.json", "chat_template.json")
 """Files that may define a chat template, in order of precedence."""
+BESIDE_TOKENIZER = (
+    *TEMPLATE_FILES, "tokenizer.json", "config.json", "generation_config.json", "special_tokens_map.json",
+    "added_tokens.json", "vocab.json", "merges.txt", "vocab.txt", "additional_chat_templates/tool_use.jinja",
+)  # fmt: skip
+"""Files that may be read beside that of a tokenizer."""
 TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"
 """File beside chat_template.jinja with the template for conversations that have tools."""
 

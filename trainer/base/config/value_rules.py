@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import get_args
 
 from trainer.base.config.errors import ConfigError
+from trainer.base.config.remote_paths import readable_error
 from trainer.base.config.schema.config import Config
 from trainer.base.config.schema.data import (
     DATASET_TYPES,
@@ -23,17 +24,17 @@ from trainer.base.system.object_store import url_error
 from trainer.base.system.paths import BEST, path_error
 from trainer.base.system.spelling import did_you_mean
 
-_PATHS = (
-    "run.output_folder",
+_WRITTEN = ("run.output_folder", "data.store_folder")
+"""Settings whose value is the path of what is written."""
+_READ = (
     "model.huggingface",
     "model.pretrained",
     "tokenizer.path",
     "data.chat_template",
-    "data.store_folder",
     "lora.init_from",
     "checkpoint.init_from",
 )
-"""Settings whose value is a path, or may be one, beside those of datasets."""
+"""Settings whose value is the path or URL of what is read, or may be one, beside those of datasets."""
 
 
 def check_values(config: Config) -> None:
@@ -75,7 +76,7 @@ def _task_rules(config: Config, key: str, task: TaskConfig) -> Iterator[tuple[st
     others = [other for other, given in config.evaluation.tasks.items() if given.path]
     message = f"expected a file of questions, or {PYTHON_IDIOMS}{did_you_mean(name, others, 'the task {!r}')}"
     yield f"{key}.path", not task.path, message
-    problem = "" if task.path == PYTHON_IDIOMS else path_error(task.path)
+    problem = "" if task.path == PYTHON_IDIOMS else readable_error(task.path)
     yield f"{key}.path", problem, problem
     message = "the name of a task must differ from those of the evaluation datasets"
     yield key, name in config.evaluation.datasets, message
@@ -112,7 +113,7 @@ def _dataset_rules(config: Config) -> Iterator[tuple[str, object, str]]:
     types = ", ".join(DATASET_TYPES)
     for key, type_, path in config.datasets():
         is_entry = key != "data.path"
-        message = path_error(f"{type_}:{path}" if is_entry and path.startswith("//") else path)
+        message = readable_error(f"{type_}:{path}" if is_entry and path.startswith("//") else path, allows_pattern=True)
         yield key, message, message
         if is_entry:  # otherwise these are rows of compatibility.py
             reader = READER_OF_ENDING.get(os.path.splitext(type_)[1].lower())
@@ -143,8 +144,8 @@ def _families() -> Collection[str]:
 
 def _name_rules(config: Config) -> Iterator[tuple[str, object, str]]:
     name, families = config.run.name, _families()
-    for key in _PATHS:
-        message = path_error(config.value(key))
+    for key in (*_WRITTEN, *_READ):
+        message = (path_error if key in _WRITTEN else readable_error)(config.value(key))
         yield key, message, message
     problem = url_error(config.checkpoint.mirror) if config.checkpoint.mirror else ""
     yield "checkpoint.mirror", problem, problem

@@ -186,6 +186,12 @@ class HashingFile:
         return {"size": self.size, "digest": self._hasher.hexdigest()}
 
 
+def is_plain_filename(name: Any) -> bool:
+    """Return whether a value that was read is a name of a file in its folder, which is neither hidden nor leads elsewhere."""
+    plain = isinstance(name, str) and name.isprintable() and not name.startswith(".") and "\\" not in name
+    return plain and name != "" and Path(name).name == name
+
+
 def parse_json_object(text: str | bytes) -> dict[str, Any]:
     """Parse JSON text. Raises ValueError if the text is not a JSON object."""
     try:

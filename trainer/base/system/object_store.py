@@ -27,6 +27,10 @@ _PART_BYTES = 8 * 2**20
 _PARTS_AT_ONCE = 2
 """An upload holds at most this number of parts in memory, and one that is read."""
 _CHUNK_BYTES = 2**20
+_USUAL_PARTS = tuple(mib * 2**20 for mib in (5, 8, 10, 15, 16, 25, 32, 50, 64, 100, 128, 256, 512))
+"""Sizes of the parts in which programs upload, which decide the ETag of an object."""
+ETAGS = "MESHWRIGHT_ETAG_IS_MD5"
+"""Environment variable: 0 if ETags of objects without parts are not the MD5 of their contents."""
 _ATTEMPTS = 4
 _RETRIES = {
     "max_retries": 6,
@@ -175,37 +179,64 @@ class ObjectStore:
 
         return self._try(key, "written", send)
 
-    def download(self, key: str, path: Path, size: int, sha256: str = "") -> str:
-        """Write an object to a file, which continues if it has the beginning already. Return its SHA-256, which is compared.
+    def download(
+        self,
+        key: str,
+        path: Path,
+        size: int,
+        *,
+        sha256: str = "",
+        version: str = "",
+        progress: Callable[[int], Any] = lambda num_bytes: None,
+    ) -> None:
+        """Write an object to a file, which continues if it has the beginning already, and compare it with its hash: SHA-256, or
+        the MD5 in the ETag of an S3 object. An object in parts of an unknown size must be the same in two downloads.
 
         Args:
             key: Of the object.
-            path: The file.
+            path: The file. It is removed if it does not match.
             size: Number of bytes of the object.
             sha256: The expected hash, or "".
+            version: The version that the object must have. "": any.
+            progress: Receives numbers of bytes.
+
+        Raises:
+            StoreError: Of the kind "damaged", or "changed" if the object has another version.
         """
 
-        def receive() -> str:
+        seen = set()
+
+        def receive() -> None:
             have = path.stat().st_size if path.exists() else 0
             if have > size:
                 path.unlink()
                 have = 0
+            progress(have)
             if have < size:
-                result = self._obstore.get(self._store, key, options={"range": (have, size)})
+                # get() without a range reads also what a store serves only complete.
+                options: dict[str, Any] = {"if_match": version} if version else {}
+                options |= {"range": (have, size)} if have else {}
+                result = self._obstore.get(self._store, key, options=options)
                 with path.open("ab") as file:
                     for chunk in result.stream(min_chunk_size=_CHUNK_BYTES):
                         file.write(chunk)
+                        progress(len(chunk))
                 sync(path)
             path.touch()
+            problem = ""
             if (found := path.stat().st_size) != size:
-                raise StoreError(f"{self.name(key)}: has {found} bytes, expected {size}", "damaged")
-            digest = sha256_of(path)
-            if sha256 and digest != sha256:
-                path.unlink()
-                raise StoreError(f"{self.name(key)}: does not match its SHA-256", "damaged")
-            return digest
+                problem = f"has {found} bytes, expected {size}"
+            elif sha256 and sha256_of(path) != sha256:
+                problem = "does not match its SHA-256"
+            elif self.scheme == "s3" and not sha256:
+                problem = _etag_problem(path, version, seen)
+            if problem:
+                progress(-found)
+                if found >= size:  # otherwise the next attempt continues
+                    path.unlink()
+                raise StoreError(f"{self.name(key)}: {problem}", "damaged")
 
-        return self._try(key, "read", receive)
+        self._try(key, "read", receive)
 
     def sha256(self, key: str) -> tuple[int, str]:
         """Return the size and the SHA-256 of an object, which is read."""
@@ -227,6 +258,16 @@ class ObjectStore:
             return sorted((Object(m["path"], m["size"], m["e_tag"] or "") for m in found), key=lambda o: o.key)
 
         return self._try(prefix, "listed", objects)
+
+    def names(self, folder: str) -> "list[str]":
+        """Return the names of the objects and prefixes directly below a key."""
+
+        def names() -> "list[str]":
+            page = self._obstore.list_with_delimiter(self._store, f"{folder}/" if folder else None)
+            keys = [*page["common_prefixes"], *(meta["path"] for meta in page["objects"])]
+            return sorted(key.rstrip("/").rpartition("/")[2] for key in keys)
+
+        return self._try(folder, "listed", names)
 
     def head(self, key: str) -> Object | None:
         """Return the description of an object, or None if it does not exist."""
@@ -298,6 +339,42 @@ def _chunks(file: BinaryIO, hasher: Any, pace: Callable[[int], None]) -> Iterato
 
 def sha256_of(path: Path) -> str:
     return hash_of_file(path, hashlib.sha256())
+
+
+def _etag_problem(path: Path, etag: str, seen: set[str]) -> str:
+    """Return how a downloaded file differs from its ETag, or "".
+
+    Args:
+        path: The file.
+        etag: The MD5 of the content, or that of the MD5s of its parts, with their number. Another text says nothing.
+        seen: SHA-256 of earlier downloads, if the parts have an unknown size. Receives that of this one.
+    """
+    match = re.fullmatch(r'"?([0-9a-f]{32})(?:-(\d+))?"?', etag)
+    if match is None:
+        return ""
+    if match[2] is None:
+        is_md5 = os.environ.get(ETAGS) == "0" or hash_of_file(path, hashlib.md5(usedforsecurity=False)) == match[1]
+        return "" if is_md5 else f"does not match its MD5 (if the bucket is encrypted with keys of KMS, set {ETAGS}=0)"
+    usual = [part for part in _USUAL_PARTS if -(-path.stat().st_size // part) == int(match[2])]
+    if any(_md5_of_parts(path, part) == match[1] for part in usual) or (digest := sha256_of(path)) in seen:
+        return ""
+    seen.add(digest)
+    return "differs between downloads"
+
+
+def _md5_of_parts(path: Path, part_bytes: int) -> str:
+    """Return the MD5 of the MD5s of the parts of a file."""
+    digests = hashlib.md5(usedforsecurity=False)
+    with path.open("rb") as file:
+        left = path.stat().st_size
+        while left > 0:
+            hasher, of_part = hashlib.md5(usedforsecurity=False), min(part_bytes, left)
+            left -= of_part
+            while of_part and (chunk := file.read(min(_CHUNK_BYTES, of_part))):
+                hasher.update(chunk)
+                of_part -= len(chunk)
+            digests.update(hasher.digest())
+    return digests.hexdigest()
 
 
 def _content(result: Any) -> tuple[bytes, str]:

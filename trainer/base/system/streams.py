@@ -13,6 +13,8 @@ import time
 from contextlib import suppress
 from typing import Any, TextIO
 
+from trainer.base.system.urls import with_urls
+
 MAX_LINE = 2000
 """Maximum number of characters of a line of a message. A message may repeat a value of any length."""
 STDOUT = "stdout"
@@ -52,8 +54,8 @@ def without_credentials(text: str) -> str:
 
 def presentable(text: str) -> str:
     """Return a message whose lines are printable and short, so that a value in it can neither control nor fill the console.
-    It has no credentials."""
-    return "\n".join(shorten(printable(line)) for line in without_credentials(text).split("\n"))
+    It has no credentials, and URLs instead of their local copies."""
+    return "\n".join(shorten(printable(line)) for line in with_urls(without_credentials(text)).split("\n"))
 
 
 class ClosedStream(io.TextIOWrapper):

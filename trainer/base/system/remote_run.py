@@ -1,8 +1,8 @@
-"""Checkpoints in an object store. A store has the files of a run below one prefix:
+"""A run in an object store: its mirrored checkpoints. A store has the files of a run below one prefix:
 
 PREFIX/
     lineage.json                             the mirrored checkpoints that belong to the run's history, and its epoch
-    lease.json                               which process may write (lease.py)
+    lease.json                               which process may write (trainer/checkpoint/lease.py)
     checkpoints/step-00000100-1a2b3c4d5e6f/  a checkpoint. The end of its name is a hash of its manifest: a step that is saved
                                              again after a rollback has another name
         rank-00000.safetensors ...           its files, as in the run folder
@@ -22,15 +22,18 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from trainer.base.system.files import parse_json_object, sync, temporary_path
+from trainer.base.system.files import is_plain_filename, parse_json_object, sync, temporary_path
 from trainer.base.system.object_store import Object, ObjectStore, StoreError
 from trainer.base.system.run_files import MANIFEST, parse_step
-from trainer.checkpoint.manifest import CorruptError, require_plain_filename
 
 FOLDER = "checkpoints"
 LINEAGE = "lineage.json"
 _MIRROR = "mirror.json"
 _VERSION = 1
+
+
+def _damaged(message: str) -> StoreError:
+    return StoreError(message, "damaged")
 
 
 @dataclass(frozen=True)
@@ -60,10 +63,10 @@ class Save:
 
 
 def step_of_name(name: str) -> int:
-    """Return the step in the name of a mirrored checkpoint. Raises CorruptError."""
+    """Return the step in the name of a mirrored checkpoint. Raises StoreError."""
     step = parse_step(name.rpartition("-")[0])
     if step is None:
-        raise CorruptError(f"{name!r:.100} is not the name of a mirrored checkpoint")
+        raise _damaged(f"{name!r:.100} is not the name of a mirrored checkpoint")
     return step
 
 
@@ -78,7 +81,7 @@ def key_of(name: str, file: str = _MIRROR) -> str:
 
 
 def read_save(store: ObjectStore, name: str) -> Save | None:
-    """Return a mirrored checkpoint, or None if it is unfinished or removed. Raises StoreError or CorruptError."""
+    """Return a mirrored checkpoint, or None if it is unfinished or removed. Raises StoreError."""
     try:
         content = _parse(store, key_of(name))
     except StoreError as error:
@@ -86,23 +89,30 @@ def read_save(store: ObjectStore, name: str) -> Save | None:
             return None
         raise
     try:
-        files = {require_plain_filename(file, _MIRROR): _file(given) for file, given in content["files"].items()}
+        files = {_plain(file): _file(given) for file, given in content["files"].items()}
         run_files = {_relative(file): _file(given) for file, given in content["run_files"].items()}
         if content["name"] != name or content["version"] != _VERSION:
             raise ValueError
         return Save(name=name, epoch=int(content["epoch"]), files=files, run_files=run_files)
     except (KeyError, TypeError, ValueError, AttributeError):
-        raise CorruptError(f"{store.name(key_of(name))} is not the manifest of {name}") from None
+        raise _damaged(f"{store.name(key_of(name))} is not the manifest of {name}") from None
 
 
 def _file(given: Mapping[str, Any]) -> RemoteFile:
     return RemoteFile(int(given["size"]), str(given["sha256"]))
 
 
+def _plain(name: Any) -> str:
+    """Return the name of a file. Raises StoreError if it is no plain one."""
+    if not is_plain_filename(name):
+        raise _damaged(f"{name!r:.100} in {_MIRROR} or {LINEAGE} is not a plain file name")
+    return name
+
+
 def _relative(path: str) -> str:
-    """Return a path whose parts are plain names. Raises CorruptError."""
+    """Return a path whose parts are plain names. Raises StoreError."""
     for part in path.split("/"):
-        require_plain_filename(part, _MIRROR)
+        _plain(part)
     return path
 
 
@@ -121,11 +131,11 @@ def create_save(store: ObjectStore, save: Save) -> None:
 
 
 def _parse(store: ObjectStore, key: str) -> dict[str, Any]:
-    """Return the content of a JSON object. Raises StoreError or CorruptError."""
+    """Return the content of a JSON object. Raises StoreError."""
     try:
         return parse_json_object(store.read(key)[0])
     except ValueError:
-        raise CorruptError(f"{store.name(key)} is not JSON") from None
+        raise _damaged(f"{store.name(key)} is not JSON") from None
 
 
 # ---------------------------------------------------------------- the history of a run
@@ -148,7 +158,7 @@ class Lineage:
 
     @classmethod
     def read(cls, store: ObjectStore) -> "Lineage":
-        """Raises StoreError or CorruptError."""
+        """Raises StoreError."""
         try:
             content, version = store.read(LINEAGE)
         except StoreError as error:
@@ -159,10 +169,10 @@ class Lineage:
             found = parse_json_object(content)
             saves = tuple(str(name) for name in found["saves"])
             for name in saves:
-                step_of_name(require_plain_filename(name, LINEAGE))
+                step_of_name(_plain(name))
             return cls(int(found["epoch"]), saves, tuple(found["rolled_back_to"]), int(found["best_step"]), version)
         except (KeyError, TypeError, ValueError):
-            raise CorruptError(f"{store.name(LINEAGE)} is not the history of a run") from None
+            raise _damaged(f"{store.name(LINEAGE)} is not the history of a run") from None
 
     def write(self, store: ObjectStore, is_conditional: bool) -> "Lineage":
         """Write the history, if nobody else has since this one was read. Raises StoreError of the kind "changed" otherwise."""
@@ -187,7 +197,7 @@ def fetch(
         store: The store.
         save: The checkpoint.
         folder: Folder of checkpoints.
-        progress: Receives the number of bytes of each complete file.
+        progress: Receives numbers of bytes.
 
     Raises:
         StoreError: A file is missing or damaged, or the store cannot be reached.
@@ -196,8 +206,8 @@ def fetch(
     staging = folder / f".fetch-{save.name}"
     staging.mkdir(parents=True, exist_ok=True)
     for file, expected in save.files.items():
-        store.download(key_of(save.name, file), staging / file, expected.size, expected.sha256)
-        progress(expected.size)
+        key = key_of(save.name, file)
+        store.download(key, staging / file, expected.size, sha256=expected.sha256, progress=progress)
     sync(staging)
     trash = temporary_path(final)
     if final.exists():
