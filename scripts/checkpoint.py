@@ -164,8 +164,7 @@ def fetch(store: ObjectStore, lineage: Lineage, args: argparse.Namespace) -> Ite
     for name in reversed(lineage.saves):
         save = remote_run.read_save(store, name) if args.step in (None, remote_run.step_of_name(name)) else None
         if save is not None:
-            with console.progress(save.num_bytes, "B", "fetching") as bar:
-                print(remote_run.fetch(store, save, args.out / CHECKPOINTS, bar.update))
+            print(remote_run.fetch(store, save, args.out / CHECKPOINTS))
             yield True
             return
     which = "complete checkpoint" if args.step is None else f"complete checkpoint of step {args.step}"

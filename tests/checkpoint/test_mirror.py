@@ -12,8 +12,10 @@ import torch.distributed as dist
 from tests.object_stores import SECRET, s3_server
 from tests.training_runs import combine, error_line, hash_of, in_folder, records
 from trainer.base.config import ConfigError
+from trainer.base.config.checkpoints import resolve_checkpoint
 from trainer.base.config.load import load_config
 from trainer.build import build_trainer
+from trainer.checkpoint.manifest import find_damage
 from trainer.checkpoint.mirror import open_mirror
 from trainer.run.resolve import resolve
 from trainer.run.run_folder import acquire_lock, resume_point
@@ -118,6 +120,31 @@ def test_a_run_that_loses_its_disk_ends_with_the_same_bits(ranks, argv, store, u
     assert not [item.key for item in store.list() if SECRET.encode() in store.read(item.key)[0]]
 
 
+def test_parts_of_an_upload_that_was_cut_off_are_removed(ranks, argv, store, tmp_path):
+    import boto3
+
+    client, key = boto3.client("s3"), f"{store.url.removeprefix('s3://bucket/')}/checkpoints/x/rank-00000.safetensors"
+    upload = client.create_multipart_upload(Bucket="bucket", Key=key)["UploadId"]
+    client.upload_part(Bucket="bucket", Key=key, UploadId=upload, PartNumber=1, Body=b"part")
+    ranks(1).run(train, [*argv, *in_folder(tmp_path / "run")], variables(), 2)
+    assert "Uploads" not in client.list_multipart_uploads(Bucket="bucket", Prefix=key)
+    assert "removed the parts of 1 upload that were cut off" in (tmp_path / "run" / "log.txt").read_text()
+
+
+def test_the_best_checkpoint_is_fetched_when_it_is_asked_for(ranks, argv, store, tmp_path):
+    flags = ["--evaluation.interval_steps", "2", "--evaluation.keep_best_on", "held_out", "--optimizer.lr", "1"]
+    argv = [*argv, *flags, "--checkpoint.keep", "1", *in_folder(tmp_path / "run")]
+    ranks(1).run(train, argv, variables())
+    best = Lineage.read(store).best_step
+    assert 0 < best < 8, "the loss rises with this learning rate"
+    shutil.rmtree(tmp_path / "run")
+    ranks(1).run(train, [*argv, "--training.steps", "9"], variables())
+    checkpoints = tmp_path / "run" / "checkpoints"
+    assert not (checkpoints / f"step-{best:08}").exists()
+    chosen = resolve_checkpoint(f"{tmp_path}/run@best")
+    assert chosen == checkpoints / f"step-{best:08}" and not find_damage(chosen)
+
+
 def test_old_checkpoints_are_removed_in_the_store_and_on_the_disk(ranks, argv, store, tmp_path):
     flags = ["--checkpoint.keep", "1", "--checkpoint.mirror_keep", "2", "--checkpoint.keep_interval_steps", "4"]
     ranks(1).run(train, [*argv, *flags, *in_folder(tmp_path / "run")], variables())
@@ -140,6 +167,22 @@ def test_a_damaged_checkpoint_in_the_store_is_not_resumed_from(ranks, argv, stor
     store.write(key, bytes(content), None)
     assert ranks(1).run(train, argv, variables()) == undisturbed(1)[1]
     assert "ignoring a damaged checkpoint" in (tmp_path / "run" / "log.txt").read_text()
+    assert_intact(store)
+
+
+def assert_intact(store):
+    saves = [remote_run.read_save(store, name) for name in Lineage.read(store).saves]
+    assert [remote_run.find_damage(store, save) for save in saves] == [""] * 4
+
+
+def test_a_damaged_manifest_of_the_store_is_not_believed(ranks, argv, store, undisturbed, tmp_path):
+    argv = [*argv, *in_folder(tmp_path / "run")]
+    ranks(1).run(train, argv, variables(), 4)
+    shutil.rmtree(tmp_path / "run")
+    store.write(remote_run.key_of(Lineage.read(store).saves[-1]), b"{}", None)
+    assert ranks(1).run(train, argv, variables()) == undisturbed(1)[1]
+    assert "ignoring a damaged checkpoint" in (tmp_path / "run" / "log.txt").read_text()
+    assert_intact(store)
 
 
 def test_a_discarded_history_never_comes_back(ranks, argv, store, tmp_path):

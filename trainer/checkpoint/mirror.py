@@ -23,7 +23,7 @@ from trainer.base.system.files import atomic_write, digest_of, read_json_object
 from trainer.base.system.object_store import ObjectStore, StoreError, sha256_of
 from trainer.base.system.process import local_rank
 from trainer.base.system.remote_run import Lineage, RemoteFile, Save, step_of_name
-from trainer.base.system.run_files import CHECKPOINTS, MANIFEST, step_of
+from trainer.base.system.run_files import CHECKPOINTS, MANIFEST, MIRROR_FILE, step_of
 from trainer.base.system.spelling import counted
 from trainer.base.system.units import GIB, duration
 from trainer.checkpoint import manifest
@@ -34,8 +34,6 @@ from trainer.checkpoint.resume import LINEAGE
 from trainer.checkpoint.uploads import Uploads
 from trainer.runtime.distributed import first_problem, once_per_node
 
-_STATE = "mirror.json"
-"""File beside the checkpoints: which of them this disk has in common with the store, and the owner of the last lease."""
 _LARGEST_RUN_FILE = 64 * 2**20
 _NOT_MIRRORED = (CHECKPOINTS, "huggingface", ".lock", "log.txt")
 """Names in the run folder that are no small files of the run."""
@@ -53,7 +51,7 @@ def _as_config_error() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _State:
-    """What this disk knows of the store."""
+    """What this disk knows of the store: which checkpoints it has in common with it, and the owner of the last lease."""
 
     url: str
     owner: str
@@ -63,7 +61,7 @@ class _State:
     @classmethod
     def read(cls, folder: Path, url: str) -> "_State":
         try:
-            found = read_json_object(folder / _STATE)
+            found = read_json_object(folder / MIRROR_FILE)
             if found["url"] == url:
                 return cls(url, str(found["owner"]), tuple(found["known"]))
         except (OSError, ValueError, KeyError, TypeError):
@@ -72,7 +70,7 @@ class _State:
 
     def write(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        atomic_write(folder / _STATE, json.dumps({"url": self.url, "owner": self.owner, "known": self.known}))
+        atomic_write(folder / MIRROR_FILE, json.dumps({"url": self.url, "owner": self.owner, "known": self.known}))
 
 
 class Mirror:
@@ -109,6 +107,7 @@ class Mirror:
             self.uploads.start(self._keep_lease)
             self.state = replace(state, owner=self.lease.owner)
             try:
+                self._abort_uploads()
                 lineage = Lineage.read(self.store)
                 self.lineage = replace(lineage, epoch=lineage.epoch + 1).write(self.store, self.is_conditional)
                 missing = self._reconcile()
@@ -119,11 +118,18 @@ class Mirror:
         for path in missing:
             self.add(_request_of(path))
 
+    def _abort_uploads(self) -> None:
+        try:
+            if count := self.store.abort_uploads():
+                console.info(f"{self.store.url}: removed the parts of {counted(count, 'upload')} that were cut off")
+        except StoreError as error:
+            console.warning(f"parts of uploads that were cut off may be left: {error}")
+
     def _reconcile(self) -> list[Path]:
         """Fetch the newest checkpoint of the store if this disk lacks it. Return the newest one that the store lacks, if any.
         Raises ConfigError if both have checkpoints that the other one lacks."""
         local = {remote_run.name_of(path): path for path in list_checkpoints(self.folder) if (path / MANIFEST).exists()}
-        saves = [save for name in self.lineage.saves if (save := remote_run.read_save(self.store, name)) is not None]
+        saves = [save for name in self.lineage.saves if (save := self._read_save(name)) is not None]
         known = {*self.state.known, *(save.name for save in saves)}
         unmirrored = [path for name, path in local.items() if name not in known]
         if local:  # otherwise also what this disk knew is lost
@@ -138,11 +144,20 @@ class Mirror:
         self._know(*known)
         return unmirrored[:1]
 
+    def _read_save(self, name: str) -> Save | None:
+        try:
+            return remote_run.read_save(self.store, name)
+        except StoreError as error:
+            if error.kind != "damaged":
+                raise
+            console.warning(f"ignoring a damaged checkpoint: {error}")
+            return None
+
     def _fetch_newest(self, saves: list[Save]) -> None:
         """Fetch the newest intact checkpoint, the run's small files, and the checkpoint to roll back to."""
         for save in reversed(saves):
             try:
-                self._fetch(save)
+                remote_run.fetch(self.store, save, self.folder)
             except StoreError as error:
                 if error.kind not in ("missing", "damaged", "refused"):
                     raise
@@ -169,16 +184,8 @@ class Mirror:
         with _as_config_error():
             if step in map(step_of, list_checkpoints(self.folder)):
                 return
-            for name in reversed(self.lineage.saves):
-                if step_of_name(name) == step and (save := remote_run.read_save(self.store, name)) is not None:
-                    self._fetch(save)
-                    return
-
-    def _fetch(self, save: Save) -> Path:
-        gib = save.num_bytes / GIB
-        console.info(f"fetching {save.name} from {self.store.url} ({gib:.2f} GiB)")
-        with console.progress(save.num_bytes, "B", "fetching") as bar:
-            return remote_run.fetch(self.store, save, self.folder, bar.update)
+            if (save := self.lineage.find(self.store, step)) is not None:
+                remote_run.fetch(self.store, save, self.folder)
 
     def _restore_run_files(self, save: Save) -> None:
         for name in save.run_files:
@@ -187,8 +194,7 @@ class Mirror:
             expected = save.run_files[name]
             temporary = path.with_name(f".fetch-{path.name}")
             temporary.unlink(missing_ok=True)
-            key = remote_run.key_of(save.name, f"run/{name}")
-            self.store.download(key, temporary, expected.size, sha256=expected.sha256)
+            self.store.download(save.key_of_run_file(name), temporary, expected.size, sha256=expected.sha256)
             temporary.replace(path)
 
     @property
@@ -247,8 +253,7 @@ class Mirror:
             own |= self._share_of(name, node)
         content = (path / MANIFEST).read_bytes()
         own[MANIFEST] = RemoteFile(len(content), self._put(remote_run.key_of(name, MANIFEST), content))
-        run_files = {n: self._upload_run_file(name, n) for n in self._run_files()}
-        save = Save(name=name, epoch=self.lineage.epoch, files=own, run_files=run_files)
+        save = self._with_run_files(Save(name=name, epoch=self.lineage.epoch, files=own, run_files={}))
         self.lease.require()
         with self.uploads.lock:
             saves = (*(n for n in self.lineage.saves if n != name), name)
@@ -272,8 +277,7 @@ class Mirror:
         size, key = (path / file).stat().st_size, remote_run.key_of(name, file)
         if digest_of(path / file) != digest:
             raise CorruptError(f"{path / file} does not match its hash")
-        there = self.store.head(key)
-        if there is not None and there.size == size:
+        if self.store.has(key, path / file):
             return RemoteFile(size, sha256_of(path / file))
         return RemoteFile(size, self.store.upload(path / file, key, self.uploads.pace))
 
@@ -291,9 +295,13 @@ class Mirror:
                 found.append(name)
         return found
 
-    def _upload_run_file(self, name: str, file: str) -> RemoteFile:
-        content = (self.run_folder / file).read_bytes()
-        return RemoteFile(len(content), self._put(remote_run.key_of(name, f"run/{file}"), content))
+    def _with_run_files(self, save: Save) -> Save:
+        """Upload the small files of the run."""
+        files = {}
+        for path in self._run_files():
+            content = (self.run_folder / path).read_bytes()
+            files[path] = RemoteFile(len(content), self._put(save.key_of_run_file(path), content))
+        return replace(save, run_files=files)
 
     def _share_of(self, name: str, node: int) -> dict[str, RemoteFile]:
         """Wait for the share of another node. Raises StoreError or CorruptError."""

@@ -40,9 +40,13 @@ def test_a_file_is_uploaded_and_a_download_continues(bucket, tmp_path, size):
     paces = []
     sha = store.upload(path, "file", paces.append)
     assert (sha, sum(paces)) == (sha256_of(path), size)
+    assert store.has("file", path) and not store.has("other", path)
     copy.write_bytes(path.read_bytes()[: size // 3])
     store.download("file", copy, size, sha256=sha)
     assert copy.read_bytes() == path.read_bytes()
+    if size:
+        store.write("file", bytes(size), None)
+        assert not store.has("file", path)
 
 
 def test_a_wrong_object_is_not_taken_for_the_right_one(bucket, tmp_path):

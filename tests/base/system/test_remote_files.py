@@ -288,7 +288,7 @@ def test_of_a_mirrored_run_the_newest_or_the_best_checkpoint_is_meant(bucket):
     names = ["step-00000002-aaaaaaaaaaaa", "step-00000004-bbbbbbbbbbbb"]
     for name in names:
         store.write(key_of(name, "manifest.json"), name.encode(), None)
-        store.write(key_of(name, "run/config.toml"), b"x", None)
+        store.write(key_of(name, "run-1/config.toml"), b"x", None)
         of = RemoteFile(len(name), hashlib.sha256(name.encode()).hexdigest())
         run_files = {"config.toml": RemoteFile(1, hashlib.sha256(b"x").hexdigest())}
         create_save(store, Save(name=name, epoch=1, files={"manifest.json": of}, run_files=run_files))

@@ -3,9 +3,12 @@
 from pathlib import Path
 
 from trainer.base.config.errors import ConfigError
+from trainer.base.system import remote_run
 from trainer.base.system.files import folder_error, read_json_object
+from trainer.base.system.object_store import ObjectStore, StoreError
 from trainer.base.system.paths import BEST, split_best
-from trainer.base.system.run_files import CHECKPOINTS, STATE_FILE, latest_per_step, step_of
+from trainer.base.system.remote_run import Lineage
+from trainer.base.system.run_files import CHECKPOINTS, MIRROR_FILE, STATE_FILE, latest_per_step, step_of
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
@@ -29,7 +32,7 @@ def best_step(folder: Path) -> int:
 
 
 def best_checkpoint(folder: Path) -> Path:
-    """Return the best checkpoint. Raises ConfigError if the run has none."""
+    """Return the best checkpoint, which is fetched if only the mirror of the run has it. Raises ConfigError if there is none."""
     checkpoints = {step_of(path): path for path in list_checkpoints(folder)}
     if not checkpoints:
         raise ConfigError("", f"{folder} contains no checkpoint")
@@ -37,9 +40,25 @@ def best_checkpoint(folder: Path) -> Path:
     if not step:
         message = "has no best checkpoint: the run had no [evaluation] keep_best_on, or no evaluation yet"
         raise ConfigError("", f"{folder} {message}")
+    if step not in checkpoints and (fetched := _fetch_mirrored(folder, step)):
+        return fetched
     if step not in checkpoints:
         raise ConfigError("", f"{folder}: the best checkpoint, step {step}, does not exist anymore")
     return checkpoints[step]
+
+
+def _fetch_mirrored(folder: Path, step: int) -> Path | None:
+    """Fetch the checkpoint of a step from the mirror of the run, or return None if there is none. Raises ConfigError."""
+    try:
+        url = str(read_json_object(folder / MIRROR_FILE)["url"])
+    except (OSError, ValueError, KeyError):
+        return None
+    try:
+        store = ObjectStore(url)
+        save = Lineage.read(store).find(store, step)
+        return save and remote_run.fetch(store, save, folder)
+    except StoreError as error:
+        raise ConfigError("", str(error)) from None
 
 
 def resolve_checkpoint(folder: Path) -> Path:

@@ -5,6 +5,7 @@ A store may lie: nothing here is trusted but the content of an object whose hash
 
 import hashlib
 import importlib
+import importlib.util
 import os
 import re
 import time
@@ -279,6 +280,17 @@ class ObjectStore:
             raise
         return Object(key, meta["size"], meta["e_tag"] or "")
 
+    def has(self, key: str, path: Path) -> bool:
+        """Return whether an object exists that `upload` has written from a file with this content, as its ETag says. Where an
+        ETag is no hash, return False."""
+        if (found := self.head(key)) is None or found.size != path.stat().st_size:
+            return False
+        if found.size <= _PART_BYTES:
+            etag = hash_of_file(path, hashlib.md5(usedforsecurity=False))
+        else:
+            etag = f"{_md5_of_parts(path, _PART_BYTES)}-{-(-found.size // _PART_BYTES)}"
+        return found.version.strip('"') == etag
+
     def delete(self, keys: Iterable[str]) -> None:
         """Remove objects. Those that do not exist are ignored."""
         for key in keys:
@@ -287,6 +299,24 @@ class ObjectStore:
             except StoreError as error:
                 if error.kind != "missing":
                     raise
+
+    def abort_uploads(self) -> int:
+        """Remove the parts of uploads to S3 that were cut off, and return their number. Nobody else may upload. Without the
+        package boto3, nothing is removed: obstore does not list such uploads."""
+        if self.scheme != "s3" or importlib.util.find_spec("boto3") is None:
+            return 0
+        bucket, _, prefix = self.url.partition("://")[2].partition("/")
+
+        def abort() -> int:
+            region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
+            client = importlib.import_module("boto3").client("s3", region_name=region)
+            pages = client.get_paginator("list_multipart_uploads").paginate(Bucket=bucket, Prefix=f"{prefix}/")
+            uploads = [upload for page in pages for upload in page.get("Uploads", ())]
+            for upload in uploads:
+                client.abort_multipart_upload(Bucket=bucket, Key=upload["Key"], UploadId=upload["UploadId"])
+            return len(uploads)
+
+        return self._try("", "cleared of parts", abort)
 
     def name(self, key: str) -> str:
         return f"{self.url}/{key}" if key else self.url

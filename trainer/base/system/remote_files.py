@@ -163,7 +163,7 @@ def _run(store: ObjectStore, url: str, prefix: str) -> _Found | None:
         if (save := remote_run.read_save(place, name)) is not None:
             local = f"{CHECKPOINTS}/{name.rpartition('-')[0]}"
             files = {remote_run.key_of(name, file): (f"{local}/{file}", f) for file, f in save.files.items()}
-            files |= {remote_run.key_of(name, f"run/{file}"): (file, f) for file, f in save.run_files.items()}
+            files |= {save.key_of_run_file(file): (file, f) for file, f in save.run_files.items()}
             items = (_Item(f"{prefix}/{key}", path, f.size, sha256=f.sha256) for key, (path, f) in files.items())
             return _Found(tuple(items), "")
     raise StoreError(f"{url}: the run has no {'best' if is_best else 'complete'} checkpoint", "missing")

@@ -6,7 +6,8 @@ PREFIX/
     checkpoints/step-00000100-1a2b3c4d5e6f/  a checkpoint. The end of its name is a hash of its manifest: a step that is saved
                                              again after a rollback has another name
         rank-00000.safetensors ...           its files, as in the run folder
-        run/metrics.jsonl ...                the small files of the run folder, so that curves go on
+        run-7/metrics.jsonl ...              the small files of the run folder, so that curves go on; 7 is the epoch in which they
+                                             were written, because a run that saves the step again has other ones
         shares/1.json                        SHA-256 of the files that another node has uploaded
         mirror.json                          size and SHA-256 of every file; written last, and only if it does not exist
 
@@ -17,14 +18,16 @@ compared with its SHA-256. A checkpoint without mirror.json is unfinished.
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from trainer.base.system import console
 from trainer.base.system.files import is_plain_filename, parse_json_object, sync, temporary_path
 from trainer.base.system.object_store import Object, ObjectStore, StoreError
 from trainer.base.system.run_files import MANIFEST, parse_step
+from trainer.base.system.units import GIB
 
 FOLDER = "checkpoints"
 LINEAGE = "lineage.json"
@@ -56,6 +59,9 @@ class Save:
     @property
     def step(self) -> int:
         return step_of_name(self.name)
+
+    def key_of_run_file(self, path: str) -> str:
+        return key_of(self.name, f"run-{self.epoch}/{path}")
 
     @property
     def num_bytes(self) -> int:
@@ -125,7 +131,14 @@ def create_save(store: ObjectStore, save: Save) -> None:
     except StoreError as error:
         if error.kind != "changed":
             raise
-        found = read_save(store, save.name)
+        try:
+            found = read_save(store, save.name)
+        except StoreError as damage:
+            if damage.kind != "damaged":
+                raise
+            store.delete([key_of(save.name)])
+            create_save(store, save)
+            return
         if found is None or found.files != save.files:
             raise
 
@@ -174,6 +187,11 @@ class Lineage:
         except (KeyError, TypeError, ValueError):
             raise _damaged(f"{store.name(LINEAGE)} is not the history of a run") from None
 
+    def find(self, store: ObjectStore, step: int) -> Save | None:
+        """Return the checkpoint of a step, or None. Raises StoreError."""
+        names = [name for name in reversed(self.saves) if step_of_name(name) == step]
+        return next((save for name in names if (save := read_save(store, name)) is not None), None)
+
     def write(self, store: ObjectStore, is_conditional: bool) -> "Lineage":
         """Write the history, if nobody else has since this one was read. Raises StoreError of the kind "changed" otherwise."""
         content = {key: value for key, value in asdict(self).items() if key != "version"}
@@ -187,9 +205,7 @@ class Lineage:
             return found
 
 
-def fetch(
-    store: ObjectStore, save: Save, folder: Path, progress: Callable[[int], Any] = lambda num_bytes: None
-) -> Path:
+def fetch(store: ObjectStore, save: Save, folder: Path) -> Path:
     """Download a checkpoint into a folder of checkpoints, verify it, and commit it by a rename. Return its path. A download that
     was cut off continues.
 
@@ -197,7 +213,6 @@ def fetch(
         store: The store.
         save: The checkpoint.
         folder: Folder of checkpoints.
-        progress: Receives numbers of bytes.
 
     Raises:
         StoreError: A file is missing or damaged, or the store cannot be reached.
@@ -205,9 +220,11 @@ def fetch(
     final = folder / save.name.rpartition("-")[0]
     staging = folder / f".fetch-{save.name}"
     staging.mkdir(parents=True, exist_ok=True)
-    for file, expected in save.files.items():
-        key = key_of(save.name, file)
-        store.download(key, staging / file, expected.size, sha256=expected.sha256, progress=progress)
+    console.info(f"fetching {save.name} from {store.url} ({save.num_bytes / GIB:.2f} GiB)")
+    with console.progress(save.num_bytes, "B", "fetching") as bar:
+        for file, expected in save.files.items():
+            key = key_of(save.name, file)
+            store.download(key, staging / file, expected.size, sha256=expected.sha256, progress=bar.update)
     sync(staging)
     trash = temporary_path(final)
     if final.exists():
@@ -221,8 +238,8 @@ def fetch(
 
 def all_files(save: Save) -> dict[str, RemoteFile]:
     """Return key -> file, for all files of a checkpoint and of the run."""
-    of_run = {f"run/{name}": file for name, file in save.run_files.items()}
-    return {key_of(save.name, name): file for name, file in {**save.files, **of_run}.items()}
+    of_run = {save.key_of_run_file(path): file for path, file in save.run_files.items()}
+    return {**{key_of(save.name, name): file for name, file in save.files.items()}, **of_run}
 
 
 def find_damage(store: ObjectStore, save: Save) -> str:
