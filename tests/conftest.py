@@ -1,6 +1,6 @@
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import hypothesis
@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.faults.harness import CONFIG, write_corpus
+from tests.object_stores import s3_server
 from trainer.tools.testing.ranks import LocalRanks
 
 ROOT = Path(__file__).parent.parent
@@ -93,3 +94,12 @@ def hf_model(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("hf_model")
     transformers.LlamaForCausalLM(config).save_pretrained(folder, max_shard_size="200KB")
     return folder
+
+
+@pytest.fixture(scope="module")
+def bucket() -> Iterator[str]:
+    """The URL of a bucket of a real S3 server, whose address and credentials are in the environment."""
+    pytest.importorskip("obstore")
+    pytest.importorskip("moto")
+    with s3_server() as url:
+        yield url

@@ -1,111 +1,21 @@
 """A run whose checkpoints are mirrored to a real S3 server, and that loses its disk."""
 
 import json
-import os
 import shutil
-from functools import cache
 
 import pytest
-import torch
-import torch.distributed as dist
 
-from tests.object_stores import SECRET, s3_server
-from tests.training_runs import combine, error_line, hash_of, in_folder, records
+from tests.mirrored_runs import losses, train, train_or_error, variables
+from tests.object_stores import SECRET
+from tests.training_runs import error_line, in_folder
 from trainer.base.config import ConfigError
 from trainer.base.config.checkpoints import resolve_checkpoint
-from trainer.base.config.load import load_config
-from trainer.build import build_trainer
-from trainer.checkpoint.manifest import find_damage
-from trainer.checkpoint.mirror import open_mirror
-from trainer.run.resolve import resolve
-from trainer.run.run_folder import acquire_lock, resume_point
-from trainer.runtime.device import rng_state
-
-pytest.importorskip("obstore")
-pytest.importorskip("moto")
-
 from trainer.base.system import remote_run
 from trainer.base.system.object_store import ObjectStore
 from trainer.base.system.remote_run import Lineage
 from trainer.checkpoint import lease
 from trainer.checkpoint.lease import Lease, LeaseLost
-
-
-@pytest.fixture(scope="module")
-def bucket():
-    with s3_server() as url:
-        yield url
-
-
-@pytest.fixture(scope="module")
-def plain(tiny):
-    """Command line of a run of 8 steps, which saves after every second one."""
-    given = {"training.steps": 8, "checkpoint.interval_steps": 2, "optimizer.lr": "3e-3"}
-    given["metrics.sinks"] = '["jsonl", "tensorboard"]'
-    return [*tiny, *(word for key, value in given.items() for word in (f"--{key}", str(value)))]
-
-
-@pytest.fixture
-def argv(bucket, plain, request):
-    """The same with a mirror."""
-    return [*plain, "--checkpoint.mirror", f"{bucket}/{request.node.name}", "--checkpoint.mirror_lease_s", "1"]
-
-
-@pytest.fixture
-def store(argv):
-    return ObjectStore(argv[argv.index("--checkpoint.mirror") + 1])
-
-
-def train(argv, variables, last_step=0):
-    """Train on this rank, as train.py does. Return hashes of the state and of the random generators.
-
-    Args:
-        argv: Command line.
-        variables: Environment.
-        last_step: Step after which the run is asked to stop. 0: none.
-    """
-    os.environ.update(variables)
-    config = load_config(combine(argv))
-    resolved = resolve(config, dist.get_world_size())
-    lock = acquire_lock(config.run.folder)
-    try:
-        mirror = open_mirror(config.checkpoint, config.run.folder)
-        point = resume_point(config.run.folder, config.checkpoint.load_step, resolved.fingerprint)
-        trainer = build_trainer(config, resolved, torch.device("cpu"), point, mirror=mirror)
-        if last_step:
-            step = trainer.engine.step
-
-            def stop_after(*args):
-                trainer.stop.requested |= trainer.state.step + 2 == last_step
-                return step(*args)
-
-            trainer.engine.step = stop_after
-        trainer.train()
-    finally:
-        if lock is not None:
-            lock.close()
-    return hash_of(trainer.engine.tensors()), hash_of(rng_state(torch.device("cpu")))
-
-
-def variables():
-    return {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
-
-
-@pytest.fixture(scope="module")
-def undisturbed(ranks, plain, tmp_path_factory):
-    """A function (number of ranks) -> folder and result of a run without a mirror, which trains once."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-
-    @cache
-    def run(size):
-        own = folder / str(size)
-        return own, ranks(size).run(train, [*plain, *in_folder(own)], {})
-
-    return run
-
-
-def losses(folder):
-    return [(row["step"], row["loss"], row["grad_norm"]) for row in records(folder)]
+from trainer.checkpoint.manifest import find_damage
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -211,17 +121,8 @@ def test_histories_that_differ_are_one_line(ranks, argv, plain, store, tmp_path)
 
 
 def error_of(ranks, argv):
-    (line,) = ranks(1).run(error_line_of_train, argv, variables())
+    (line,) = ranks(1).run(train_or_error, argv, variables())
     return line
-
-
-def error_line_of_train(argv, variables):
-    config = load_config(combine(argv))
-    try:
-        train(argv, variables)
-    except ConfigError as error:
-        return config.explain(error)
-    return ""
 
 
 def test_an_old_disk_that_comes_back_continues_from_the_store(ranks, argv, undisturbed, tmp_path):

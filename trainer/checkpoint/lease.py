@@ -16,6 +16,8 @@ from trainer.base.system.object_store import ObjectStore, StoreError
 from trainer.base.system.units import duration
 
 LEASE = "lease.json"
+_PROBE = "probe"
+"""Empty object that stays: not everybody who may write may also remove."""
 _POLL_S = 1.0
 
 
@@ -137,14 +139,11 @@ def _read(store: ObjectStore) -> tuple[dict, str]:
 
 def honours_conditions(store: ObjectStore) -> bool:
     """Return whether the store refuses to create an object that exists. Raises StoreError."""
-    key = f"probe-{uuid.uuid4().hex[:8]}"
-    store.write(key, b"1", None)
+    store.write(_PROBE, b"", None)
     try:
-        store.write(key, b"2", "")
+        store.write(_PROBE, b"", "")
         return False
     except StoreError as error:
         if error.kind != "changed":
             raise
         return True
-    finally:
-        store.delete([key])

@@ -336,8 +336,11 @@ class Mirror:
         with self.uploads.lock:
             lineage = replace(self.lineage, saves=tuple(name for name in self.lineage.saves if name in keep))
             self.lineage = lineage.write(self.store, self.is_conditional)
-        for name in removed:
-            remote_run.remove(self.store, name)
+        try:
+            for name in removed:
+                remote_run.remove(self.store, name)
+        except StoreError as error:  # such as keys that may write, but not remove
+            console.warning(f"old checkpoints stay in the store (scripts/checkpoint.py prune removes them): {error}")
 
     # ---------------------------------------------------------------- end
 

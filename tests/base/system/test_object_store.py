@@ -4,18 +4,12 @@ import os
 
 import pytest
 
-from tests.object_stores import SECRET, s3_server
+from tests.object_stores import SECRET
 
 pytest.importorskip("obstore")
 pytest.importorskip("moto")
 
 from trainer.base.system.object_store import ObjectStore, StoreError, is_url, sha256_of, url_error
-
-
-@pytest.fixture(scope="module")
-def bucket():
-    with s3_server() as url:
-        yield url
 
 
 def test_small_objects_are_written_under_conditions(bucket):
@@ -65,6 +59,7 @@ URLS = {
     "s3://bucket/a?b=1": "expected a URL",
     "http://host/x": "expected a URL",
     "s3:/bucket/x": "expected a URL",
+    "s3://bucket/a//b": "has an empty name between two slashes",
     "file://x/y": "expected file:/// and an absolute path",
     f"s3://user:{SECRET}@bucket/x": "must not contain credentials",
 }

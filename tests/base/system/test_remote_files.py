@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -11,7 +12,9 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
-from tests.object_stores import s3_server
+from tests.mirrored_runs import impatient
+from tests.object_stores import SECRET
+from tests.s3_proxy import Act, cut_at, flipped, replaced_by, resets, s3_proxy, says, slow, truncated
 
 pytest.importorskip("obstore")
 pytest.importorskip("moto")
@@ -22,15 +25,9 @@ from trainer.base.system.remote_files import local_copy
 from trainer.base.system.urls import with_urls
 
 
-@pytest.fixture(scope="module")
-def server():
-    with s3_server() as url:
-        yield url
-
-
 @pytest.fixture
-def bucket(server, request):
-    return f"{server}/{request.node.name.replace('[', '-').rstrip(']')}"
+def prefix(bucket, request):
+    return f"{bucket}/{request.node.name.replace('[', '-').rstrip(']')}"
 
 
 @pytest.fixture(autouse=True)
@@ -84,8 +81,8 @@ MEANINGS = {
 
 
 @pytest.mark.parametrize("end", MEANINGS)
-def test_a_url_means_a_file_a_prefix_a_pattern_or_a_manifest(server, end):
-    url = f"{server}/meanings"
+def test_a_url_means_a_file_a_prefix_a_pattern_or_a_manifest(bucket, end):
+    url = f"{bucket}/meanings"
     put(url, *KEYS)
     if end.endswith(".manifest"):
         put(url, "list.manifest", content=b"# some\na.jsonl\n\n./deep\n")
@@ -109,8 +106,8 @@ WRONG = {
 
 
 @pytest.mark.parametrize("end", WRONG)
-def test_a_url_that_means_nothing_is_one_line_and_leaves_nothing(server, cache, end):
-    url = f"{server}/wrong"
+def test_a_url_that_means_nothing_is_one_line_and_leaves_nothing(bucket, cache, end):
+    url = f"{bucket}/wrong"
     put(url, *KEYS)
     with pytest.raises(StoreError) as error:
         local_copy(url + end)
@@ -125,41 +122,41 @@ def test_a_url_that_means_nothing_is_one_line_and_leaves_nothing(server, cache, 
         (("a", "a/b"), "a is an object and a prefix of others, but cannot be a file and a folder"),
     ],
 )
-def test_objects_that_cannot_be_files_are_one_line(bucket, keys, message):
-    put(bucket, *keys)
+def test_objects_that_cannot_be_files_are_one_line(prefix, keys, message):
+    put(prefix, *keys)
     with pytest.raises(StoreError, match=message):
-        local_copy(bucket)
+        local_copy(prefix)
 
 
-def test_only_what_has_changed_is_read_again(bucket, start_again, monkeypatch):
-    put(bucket, "a", "b")
-    first = local_copy(bucket)
-    put(bucket, "b", content=b"new")
-    assert local_copy(bucket) == first, "this process and its ranks go on with what they have begun with"
+def test_only_what_has_changed_is_read_again(prefix, start_again, monkeypatch):
+    put(prefix, "a", "b")
+    first = local_copy(prefix)
+    put(prefix, "b", content=b"new")
+    assert local_copy(prefix) == first, "this process and its ranks go on with what they have begun with"
     start_again()
-    second = local_copy(bucket)
+    second = local_copy(prefix)
     assert [(Path(path) / "b").read_bytes() for path in (first, second)] == [b"b", b"new"]
     start_again()
     monkeypatch.setattr(ObjectStore, "download", None)
-    assert local_copy(bucket) == second, "no download"
+    assert local_copy(prefix) == second, "no download"
 
 
-def test_weights_are_read_only_where_they_are_needed(bucket):
-    put(bucket, "config.json", "model.safetensors")
-    assert files(local_copy(bucket, with_weights=False)) == ["config.json"]
-    assert files(local_copy(bucket)) == ["config.json", "model.safetensors"]
+def test_weights_are_read_only_where_they_are_needed(prefix):
+    put(prefix, "config.json", "model.safetensors")
+    assert files(local_copy(prefix, with_weights=False)) == ["config.json"]
+    assert files(local_copy(prefix)) == ["config.json", "model.safetensors"]
 
 
-def test_a_copy_that_was_changed_is_read_again(bucket, start_again):
-    put(bucket, "a")
-    path = Path(local_copy(bucket))
+def test_a_copy_that_was_changed_is_read_again(prefix, start_again):
+    put(prefix, "a")
+    path = Path(local_copy(prefix))
     (path / "a").write_bytes(b"edited")
     start_again()
-    assert Path(local_copy(bucket), "a").read_bytes() == b"a"
+    assert Path(local_copy(prefix), "a").read_bytes() == b"a"
 
 
-def test_a_download_that_was_cut_off_continues(bucket, cache, start_again, monkeypatch):
-    put(bucket, *map(str, range(20)))
+def test_a_download_that_was_cut_off_continues(prefix, cache, start_again, monkeypatch):
+    put(prefix, *map(str, range(20)))
     download, done = ObjectStore.download, []
 
     def cut_off(self, key, *args, **options):
@@ -171,39 +168,86 @@ def test_a_download_that_was_cut_off_continues(bucket, cache, start_again, monke
     monkeypatch.setattr(remote_files, "_WORKERS", 1)
     monkeypatch.setattr(ObjectStore, "download", cut_off)
     with pytest.raises(StoreError, match="cut off"):
-        local_copy(bucket)
+        local_copy(prefix)
     assert [folder.suffix for folder in cache.iterdir()] == [".part"]
     first, done = done, []
-    assert len(files(local_copy(bucket))) == 20
+    assert len(files(local_copy(prefix))) == 20
     assert len(done) == 10 and not set(done) & set(first)
 
 
-def test_objects_that_change_during_the_download_are_an_error(bucket, cache, monkeypatch):
-    put(bucket, "a", "b")
+def test_objects_that_change_during_the_download_are_an_error(prefix, cache, monkeypatch):
+    put(prefix, "a", "b")
     download = ObjectStore.download
 
     def download_and_add(self, *args, **options):
         download(self, *args, **options)
-        put(bucket, "c")
+        put(prefix, "c")
 
     monkeypatch.setattr(ObjectStore, "download", download_and_add)
     with pytest.raises(StoreError, match=r"the objects have changed during the download; start again$"):
-        local_copy(bucket)
+        local_copy(prefix)
     assert not [folder for folder in cache.iterdir() if not folder.name.endswith(".part")]
 
 
-def test_an_object_that_is_replaced_after_it_was_listed_is_an_error(bucket, monkeypatch):
-    put(bucket, "a")
+def test_an_object_that_is_replaced_after_it_was_listed_is_an_error(prefix, monkeypatch):
+    put(prefix, "a")
     resolve = remote_files._resolve
 
     def resolve_and_replace(*args):
         found = resolve(*args)
-        put(bucket, "a", content=b"b")
+        put(prefix, "a", content=b"b")
         return found
 
     monkeypatch.setattr(remote_files, "_resolve", resolve_and_replace)
     with pytest.raises(StoreError, match="has been changed by another writer"):
-        local_copy(bucket)
+        local_copy(prefix)
+
+
+EMPTY_LIST = b"<ListBucketResult><KeyCount>0</KeyCount><IsTruncated>false</IsTruncated></ListBucketResult>"
+DENIED = says(403, "AccessDenied")
+FAULTS: dict[str, tuple[str, Act, int, int, str]] = {
+    "slow": ("GET .*big", slow(0.2), 0, 9, ""),
+    "503": ("GET .*big", says(503, "SlowDown"), 0, 2, ""),
+    "503 with Retry-After": ("GET .*big", says(503, "SlowDown", Retry_After="1"), 0, 1, ""),
+    "reset": ("GET .*big", resets, 0, 2, ""),
+    "cut off": ("GET .*big", cut_at(3 * 2**20), 0, 3, ""),
+    "flipped once": ("GET .*big", flipped, 0, 1, ""),
+    "truncated once": ("GET .*big", truncated, 0, 1, ""),
+    "flipped": ("GET .*big", flipped, 0, 99, "/big: does not match its MD5 (if the bucket is encrypted with keys of KMS, set"),
+    "flipped in parts": ("GET .*parts", flipped, 0, 1, ""),
+    "truncated": ("GET .*small", truncated, 0, 99, "/small: has 3 bytes, expected 10"),
+    "missing": ("GET .*small", says(404, "NoSuchKey"), 0, 99, "/small: cannot be read: there is no such object"),
+    "denied": ("GET .*small", DENIED, 0, 99, "/small: cannot be read: access is denied to AWS_ACCESS_KEY_ID"),
+    "listing denied": ("list-type", DENIED, 0, 99, "cannot be listed: access is denied to AWS_ACCESS_KEY_ID"),
+    "expired": ("GET .*big", says(400, "ExpiredToken"), 0, 99, "/big: cannot be read: the credentials of AWS_ACCESS_KEY_ID"),
+    "500": ("GET .*small", says(500, "InternalError"), 0, 99, "/small: cannot be read: the store fails with status 500"),
+    "stale listing": ("list-type", replaced_by(EMPTY_LIST), 1, 1, "the objects have changed during the download"),
+    "no listing": ("list-type", replaced_by(b"<html>"), 0, 99, "cannot be listed: "),
+}  # fmt: skip
+"""Fault -> pattern of the requests, what happens, how many pass, how many fail, text of the error. "": the content is right."""
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_during_a_download(prefix, cache, monkeypatch, fault):
+    put(prefix, "small", content=b"0123456789")
+    put(prefix, "big", content=bytes(range(256)) * 2**14 + b"end")
+    whole = cache.parent / "whole"
+    whole.write_bytes(bytes(range(256)) * (9 * 2**12 + 1))
+    ObjectStore(prefix).upload(whole, "parts")
+    with s3_proxy(os.environ["AWS_ENDPOINT_URL"]) as proxy, impatient():
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.address)
+        proxy.pattern, proxy.fault, proxy.skip, proxy.times, text = FAULTS[fault]
+        if text:
+            with pytest.raises(StoreError, match=re.escape(text)) as error:
+                local_copy(prefix)
+            assert "\n" not in str(error.value) and SECRET not in str(error.value)
+            assert not [folder for folder in cache.glob("data-*") if not folder.name.endswith(".part")]
+            proxy.pattern = "(?!)"
+        path = Path(local_copy(prefix))
+    assert files(path) == ["big", "parts", "small"]
+    assert (path / "big").read_bytes() == bytes(range(256)) * 2**14 + b"end"
+    assert (path / "parts").read_bytes() == whole.read_bytes()
+    assert (path / "small").read_bytes() == b"0123456789"
 
 
 LOAD = """
@@ -223,10 +267,10 @@ def start(url):
     )
 
 
-def test_processes_share_the_cache(bucket, cache):
+def test_processes_share_the_cache(prefix, cache):
     for i in range(50):
-        put(bucket, f"{i:03}.txt", content=os.urandom(1000))
-    processes = [start(bucket) for _ in range(3)]
+        put(prefix, f"{i:03}.txt", content=os.urandom(1000))
+    processes = [start(prefix) for _ in range(3)]
     results = [process.communicate() for process in processes]
     assert [process.returncode for process in processes] == [0] * 3, results
     assert len({out for out, _ in results}) == 1
@@ -234,57 +278,57 @@ def test_processes_share_the_cache(bucket, cache):
     assert len(files(results[0][0].strip())) == 50
 
 
-def test_what_was_used_least_recently_is_removed_unless_it_is_in_use(bucket, cache, start_again, monkeypatch):
+def test_what_was_used_least_recently_is_removed_unless_it_is_in_use(prefix, cache, start_again, monkeypatch):
     paths = {}
     for i, name in enumerate("abc"):
-        put(bucket, f"{name}/x", content=os.urandom(2**20))
-        paths[name] = Path(local_copy(f"{bucket}/{name}"))
+        put(prefix, f"{name}/x", content=os.urandom(2**20))
+        paths[name] = Path(local_copy(f"{prefix}/{name}"))
         used = time.time() - 1000 + i
         os.utime(paths[name].parent / "entry.json", (used, used))
     (cache / "data-0.part" / "files").mkdir(parents=True)
     start_again()
-    with start(f"{bucket}/a") as reader:
+    with start(f"{prefix}/a") as reader:
         assert reader.stdout.readline().strip() == str(paths["a"])
         os.utime(paths["a"].parent / "entry.json", (0, 0))
         monkeypatch.setenv("MESHWRIGHT_CACHE_GIB", str(3.5 / 1024))
-        put(bucket, "d/x", content=os.urandom(2**20))
-        local_copy(f"{bucket}/d")
+        put(prefix, "d/x", content=os.urandom(2**20))
+        local_copy(f"{prefix}/d")
         reader.communicate()
     assert {name: path.exists() for name, path in paths.items()} == {"a": True, "b": False, "c": True}
 
 
-def test_a_full_disk_is_one_line(bucket, cache, monkeypatch):
-    put(bucket, "x", content=bytes(2 * 10**6))
+def test_a_full_disk_is_one_line(prefix, cache, monkeypatch):
+    put(prefix, "x", content=bytes(2 * 10**6))
     usage = shutil.disk_usage("/")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=10**6))
     with pytest.raises(StoreError) as error:
-        local_copy(f"{bucket}/x")
+        local_copy(f"{prefix}/x")
     assert str(error.value) == (
-        f"{bucket}/x: 2.0 MB must be downloaded to {cache}, which has 1.0 MB free; MESHWRIGHT_CACHE names another folder"
+        f"{prefix}/x: 2.0 MB must be downloaded to {cache}, which has 1.0 MB free; MESHWRIGHT_CACHE names another folder"
     )
 
 
-def test_a_wrong_limit_is_one_line(bucket, monkeypatch):
-    put(bucket, "x")
+def test_a_wrong_limit_is_one_line(prefix, monkeypatch):
+    put(prefix, "x")
     monkeypatch.setenv("MESHWRIGHT_CACHE_GIB", "10G")
     with pytest.raises(StoreError, match=r"^MESHWRIGHT_CACHE_GIB=10G: expected a size in GiB$"):
-        local_copy(bucket)
+        local_copy(prefix)
 
 
-def test_of_a_run_folder_the_newest_checkpoint_is_meant(bucket):
-    put(bucket, "config.toml", "checkpoints/step-00000002/a", "checkpoints/step-00000010/a")
-    assert files(local_copy(bucket)) == ["checkpoints/step-00000010/a", "config.toml"]
-    best = local_copy(f"{bucket}@best")
+def test_of_a_run_folder_the_newest_checkpoint_is_meant(prefix):
+    put(prefix, "config.toml", "checkpoints/step-00000002/a", "checkpoints/step-00000010/a")
+    assert files(local_copy(prefix)) == ["checkpoints/step-00000010/a", "config.toml"]
+    best = local_copy(f"{prefix}@best")
     assert best.endswith("/files@best")
     assert len(files(best.removesuffix("@best"))) == 3
 
 
-def test_of_a_mirrored_run_the_newest_or_the_best_checkpoint_is_meant(bucket):
+def test_of_a_mirrored_run_the_newest_or_the_best_checkpoint_is_meant(prefix):
     import hashlib
 
     from trainer.base.system.remote_run import Lineage, RemoteFile, Save, create_save, key_of
 
-    store = ObjectStore(bucket)
+    store = ObjectStore(prefix)
     names = ["step-00000002-aaaaaaaaaaaa", "step-00000004-bbbbbbbbbbbb"]
     for name in names:
         store.write(key_of(name, "manifest.json"), name.encode(), None)
@@ -294,10 +338,10 @@ def test_of_a_mirrored_run_the_newest_or_the_best_checkpoint_is_meant(bucket):
         create_save(store, Save(name=name, epoch=1, files={"manifest.json": of}, run_files=run_files))
     Lineage(1, tuple(names), (), 2).write(store, True)
     for end, step in (("", 4), ("@best", 2)):
-        assert files(local_copy(bucket + end)) == [f"checkpoints/step-{step:08}/manifest.json", "config.toml"]
+        assert files(local_copy(prefix + end)) == [f"checkpoints/step-{step:08}/manifest.json", "config.toml"]
     store.write(key_of(names[1], "manifest.json"), names[0].encode(), None)
-    ObjectStore(bucket).delete(["x"])
+    ObjectStore(prefix).delete(["x"])
     remote = json.loads(os.environ["MESHWRIGHT_URLS"])
-    shutil.rmtree(Path(remote[bucket]).parent)
+    shutil.rmtree(Path(remote[prefix]).parent)
     with pytest.raises(StoreError, match="does not match its SHA-256"):
-        local_copy(bucket)
+        local_copy(prefix)

@@ -33,6 +33,7 @@ _USUAL_PARTS = tuple(mib * 2**20 for mib in (5, 8, 10, 15, 16, 25, 32, 50, 64, 1
 ETAGS = "MESHWRIGHT_ETAG_IS_MD5"
 """Environment variable: 0 if ETags of objects without parts are not the MD5 of their contents."""
 _ATTEMPTS = 4
+_PAUSE_S = 0.2
 _RETRIES = {
     "max_retries": 6,
     "retry_timeout": timedelta(seconds=90),
@@ -41,6 +42,7 @@ _RETRIES = {
 _TIMEOUTS = {"timeout": "120s", "connect_timeout": "10s"}
 
 _REASONS = (
+    (r"No space left on device|Disk quota exceeded|StorageFull", "disk", "no space is left on the disk"),
     (r"169\.254\.16[09]\.|metadata\.google|MissingAccessKey|no credentials", "denied", "there are no credentials ({ways})"),
     (r"ExpiredToken|TokenRefreshRequired|token.{0,40}expired", "denied", "the credentials of {names} have expired"),
     (r"InvalidAccessKeyId", "denied", "the store does not know the access key of {names}"),
@@ -56,10 +58,11 @@ _REASONS = (
      "the object has been changed by another writer"),
     (r"SlowDown|status code: 503|status code: 429", "busy", "the store is overloaded"),
     (r"dns error|failed to lookup|Name or service not known", "unreachable", "the name of the host {host} cannot be resolved"),
-    (r"certificate|tls|TLS|SSL|handshake|corrupt message", "unreachable", "the TLS connection to {host} fails"),
+    (r"certificate|tls|TLS|SSL|handshake|InvalidContentType", "unreachable", "the TLS connection to {host} fails"),
+    (r"kind: Interrupted|error decoding response body|IncompleteMessage|ConnectionReset|BrokenPipe", "lost",
+     "the connection to {host} was lost"),
     (r"timed out|TimedOut|operation timed out", "unreachable", "{host} does not answer in time"),
     (r"kind: Connect|Connection refused|connection error", "unreachable", "{host} cannot be reached"),
-    (r"No space left on device|StorageFull", "other", "no space is left on the device"),
     (r"status code: (5\d\d)", "busy", "the store fails with status {1}"),
     (r"status code: (\d+)", "refused", "the store refuses with status {1}"),
 )  # fmt: skip
@@ -78,7 +81,8 @@ class StoreError(Exception):
     def __init__(self, message: str, kind: str = "other"):
         super().__init__(without_credentials(message))
         self.kind = kind
-        """"missing", "damaged", "changed", "denied", "no bucket", "refused", "busy", "unreachable" or "other"."""
+        """"missing", "damaged", "changed", "denied", "no bucket", "refused", "busy", "lost", "unreachable",
+        "disk" or "other"."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +112,8 @@ def url_error(url: str) -> str:
         return "expected file:/// and an absolute path"
     if scheme != "file" and not match["bucket"]:
         return "names no bucket"
+    if "//" in (match["prefix"] or ""):
+        return "has an empty name between two slashes"
     if "@" in match["bucket"]:
         return "must not contain credentials; they are read from the environment"
     if scheme == "file" and not (match["prefix"] or "").strip("/"):
@@ -335,10 +341,10 @@ class ObjectStore:
             except Exception as failure:
                 error = self._failure(key, verb, failure)
             # A damaged object may have been changed on the way. The package has tried often to reach a host.
-            attempts = {"damaged": 2, "busy": _ATTEMPTS, "other": _ATTEMPTS}.get(error.kind, 1)
+            attempts = {"damaged": 2, **dict.fromkeys(("busy", "lost", "other"), _ATTEMPTS)}.get(error.kind, 1)
             if attempt >= attempts:
                 raise error from None
-            time.sleep(0.2 * 4**attempt)
+            time.sleep(_PAUSE_S * 4**attempt)
         raise AssertionError
 
     def _failure(self, key: str, verb: str, error: Exception) -> StoreError:

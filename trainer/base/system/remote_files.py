@@ -283,7 +283,7 @@ def _download(url: str, store: ObjectStore, found: _Found, entry: Path, again: C
             count = counted(len(found.items), "file")
             print_error(f"downloading {count} of {url} ({num_bytes / 1e6:,.1f} MB) to {entry}")
             _download_items(store, found, part / _FILES, num_bytes)
-            if again() != found:
+            if not _still_means(found, again):
                 raise StoreError(f"{url}: the objects have changed during the download; start again", "changed")
             stamps = {item.path: _stamp(part / _FILES / item.path) for item in found.items}
             (part / _IN_USE).touch()
@@ -291,9 +291,18 @@ def _download(url: str, store: ObjectStore, found: _Found, entry: Path, again: C
             part.rename(entry)
             if not _use(entry):
                 raise StoreError(f"{url}: the cache {cache} does not keep what is written to it")
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise StoreError(f"{url}: {cache} is full; {CACHE} names another folder") from None
+    except (OSError, StoreError) as error:
+        if getattr(error, "kind", "") == "disk" or getattr(error, "errno", 0) in (errno.ENOSPC, errno.EDQUOT):
+            raise StoreError(f"{url}: no space is left in {cache}; {CACHE} names another folder", "disk") from None
+        raise
+
+
+def _still_means(found: _Found, again: Callable[[], _Found]) -> bool:
+    try:
+        return again() == found
+    except StoreError as error:
+        if error.kind == "missing":
+            return False
         raise
 
 
