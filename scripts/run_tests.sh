@@ -11,7 +11,7 @@
 set -euo pipefail
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 source "$ROOT/scripts/environment.sh"
-use_environment "pytest hypothesis flask flask_cors gguf lm_eval moto obstore accelerate ruff xdist transformers peft trl pyarrow tokenizers zstandard matplotlib wandb mlflow sqlalchemy alembic trackio bokeh playwright bitsandbytes torchao" dev
+use_environment "pytest hypothesis flask flask_cors gguf lm_eval moto nanio obstore accelerate ruff xdist transformers peft trl pyarrow tokenizers zstandard matplotlib wandb mlflow sqlalchemy alembic trackio bokeh playwright bitsandbytes torchao" dev
 
 cd "$ROOT"
 "$PYTHON" -m ruff check .

@@ -1,5 +1,5 @@
 """Measure training steps and the time to the first loss beside other training loops, checkpoint saves, data loading, the parts of
-a layer with experts, generation, and scores of continuations.
+a layer with experts, generation, mirrors, and scores of continuations.
 
 python scripts/dev/benchmark.py peers --model 58m
 python scripts/dev/benchmark.py start --model 58m
@@ -7,6 +7,7 @@ python scripts/dev/benchmark.py checkpoint --gib 0.2
 python scripts/dev/benchmark.py data --mib 16
 python scripts/dev/benchmark.py experts --tokens 512
 python scripts/dev/benchmark.py generation --batch 16
+python scripts/dev/benchmark.py mirror s3://bucket/prefix --model 125m
 python scripts/dev/benchmark.py continuations outputs/58m hellaswag/rc_5shot/requests.jsonl.gz
 """
 
@@ -41,6 +42,7 @@ from scripts.dev.contenders import CONTENDERS
 from scripts.dev.continuations import print_continuations
 from scripts.dev.expert_layer import print_experts
 from scripts.dev.generation import print_generation
+from scripts.dev.mirror_cost import print_mirror
 from scripts.dev.peers import MODELS, TOLERANCES, print_peers, print_start
 from trainer.base.config import DataConfig, TokenizerConfig
 from trainer.base.config.argument_types import existing_folder, file_to_write, positive_float, positive_int
@@ -225,7 +227,13 @@ def _parser() -> Arguments:
     experts = commands.add_parser("experts", help=of_experts, doc=of_experts)
     generation = commands.add_parser("generation", help=of_generation, doc=of_generation)
     continuations = commands.add_parser("continuations", help=of_continuations, doc=of_continuations)
+    of_mirror = "speed and memory of a run that uploads its checkpoints, beside one that does not"
+    mirror = commands.add_parser("mirror", help=of_mirror, doc=of_mirror)
+    mirror.add_argument("url", help="prefix of the mirrors")
     for command, option, default, text in (
+        (mirror, "threads", 1, "number of CPU threads"),
+        (mirror, "steps", 20, "number of steps of a run, which saves after half of them"),
+        (mirror, "repeats", 3, "number of turns of each way; the table shows the medians"),
         (peers, "threads", 2, "number of CPU threads"),
         (peers, "steps", 5, "number of steps in a repeat"),
         (peers, "repeats", 5, "number of repeats of each contender; the table shows the median of all steps"),
@@ -257,7 +265,7 @@ def _parser() -> Arguments:
         command.add_argument(
             "--folder", type=existing_folder, metavar="PATH", help="parent of the temporary folder that is written"
         )
-    for command in (peers, start, generation):
+    for command in (peers, start, generation, mirror):
         command.add_argument("--model", choices=list(MODELS), default="58m", help="model, of a step also its batch")
     _add_peers_options(peers)
     for command in (experts, generation):
@@ -305,6 +313,7 @@ def main() -> None:
         "experts": print_experts,
         "generation": print_generation,
         "continuations": print_continuations,
+        "mirror": print_mirror,
     }
     runs[args.pop("command")](**args)
 

@@ -132,6 +132,10 @@ CAPABILITIES = {
     "Samples that a step has consumed": "scripts/inspect_samples.py tests/scripts/test_inspect_samples.py",
     "Samples as the model sees them": "trainer/tools/report/view/* tests/tools/report/view/*",
     # Checkpoints and runs
+    "Object stores: URLs, mirror": """
+        trainer/base/system/{object_store,remote_files,remote_run,urls}.py trainer/base/config/remote_paths.py
+        trainer/checkpoint/{lease,mirror,uploads}.py scripts/dev/mirror_cost.py tests/{mirrored_runs,object_stores,s3_proxy}.py
+        tests/base/system/test_{object_store,remote_files}.py tests/checkpoint/test_mirror*.py tests/faults/test_bucket.py""",
     "Checkpoints, exact resume": """
         trainer/checkpoint/{commit,manager,manifest,resume,tensor_files}.py scripts/checkpoint.py
         tests/checkpoint/test_{commit,crash_points,failed_saves,manifest,resume}.py tests/scripts/test_checkpoint.py""",

@@ -28,6 +28,8 @@ def test_a_run_that_loses_its_disk_ends_with_the_same_bits(ranks, argv, store, u
     assert losses(tmp_path / "run") == losses(whole)
     assert [remote_run.step_of_name(name) for name in Lineage.read(store).saves] == [2, 4, 6, 8]
     assert not [item.key for item in store.list() if SECRET.encode() in store.read(item.key)[0]]
+    written = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert len(written) > 10 and not [path for path in written if SECRET.encode() in path.read_bytes()]
 
 
 def test_parts_of_an_upload_that_was_cut_off_are_removed(ranks, argv, store, tmp_path):

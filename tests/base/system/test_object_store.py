@@ -1,6 +1,7 @@
 """Objects of a real S3 server, and one line for each error."""
 
 import os
+import sys
 
 import pytest
 
@@ -102,6 +103,29 @@ def test_an_error_is_one_line_with_the_object_and_the_reason(bucket, monkeypatch
     with pytest.raises(StoreError) as error:
         ObjectStore(variables.get("url", "s3://bucket/x")).read("y")
     assert str(error.value) == line
+
+
+def test_credentials_come_from_a_profile(bucket, monkeypatch, tmp_path):
+    keys = [f"aws_{name} = {os.environ[f'AWS_{name.upper()}']}" for name in ("access_key_id", "secret_access_key")]
+    (tmp_path / "credentials").write_text("\n".join(["[other]", *keys, ""]))
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    monkeypatch.setenv("AWS_PROFILE", "other")
+    store = ObjectStore(f"{bucket}/profile")
+    store.write("x", b"1", "")
+    assert store.read("x")[0] == b"1"
+    monkeypatch.setenv("AWS_PROFILE", "none")
+    with pytest.raises(
+        StoreError, match=r"^the profile .* cannot be used: The config profile \(none\) could not be found$"
+    ):
+        ObjectStore(f"{bucket}/profile")
+    monkeypatch.setitem(sys.modules, "boto3", None)
+    monkeypatch.setitem(sys.modules, "obstore.auth.boto3", None)
+    with pytest.raises(
+        StoreError, match=r"the profile in AWS_PROFILE or ~/\.aws needs the package boto3: pip install boto3"
+    ):
+        ObjectStore(f"{bucket}/profile")
 
 
 def test_a_folder_is_a_store_too(tmp_path):

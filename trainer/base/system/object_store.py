@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Any, BinaryIO
 
 from trainer.base.system.files import hash_of_file, sync
+from trainer.base.system.spelling import first_line
 from trainer.base.system.streams import without_credentials
 
 SCHEMES = ("s3", "gs", "az", "file")
@@ -439,6 +440,10 @@ def _profile_credentials() -> Any:
         return importlib.import_module("obstore.auth.boto3").Boto3CredentialProvider()
     except ImportError:
         raise StoreError("the profile in AWS_PROFILE or ~/.aws needs the package boto3: pip install boto3") from None
+    except Exception as error:  # of botocore, which is not imported here
+        raise StoreError(
+            f"the profile in AWS_PROFILE or ~/.aws cannot be used: {first_line(error)}", "denied"
+        ) from None
 
 
 def _has_profile() -> bool:
