@@ -32,6 +32,16 @@ def test_a_run_that_loses_its_disk_ends_with_the_same_bits(ranks, argv, store, u
     assert len(written) > 10 and not [path for path in written if SECRET.encode() in path.read_bytes()]
 
 
+def test_a_folder_can_be_the_mirror(ranks, plain, undisturbed, tmp_path):
+    argv = [*plain, "--checkpoint.mirror", f"file://{tmp_path}/mirror", *in_folder(tmp_path / "run")]
+    ranks(1).run(train, argv, {}, 4)
+    shutil.rmtree(tmp_path / "run")
+    assert ranks(1).run(train, argv, {}) == undisturbed(1)[1]
+    log = (tmp_path / "run" / "log.txt").read_text()
+    assert "fetching step-00000004" in log and "warning" not in log
+    assert_intact(ObjectStore(f"file://{tmp_path}/mirror"))
+
+
 def test_parts_of_an_upload_that_was_cut_off_are_removed(ranks, argv, store, tmp_path):
     import boto3
 

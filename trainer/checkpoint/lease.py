@@ -17,7 +17,7 @@ from trainer.base.system.units import duration
 
 LEASE = "lease.json"
 _PROBE = "probe"
-"""Empty object that stays: not everybody who may write may also remove."""
+"""Small object that stays: not everybody who may write may also remove."""
 _POLL_S = 1.0
 
 
@@ -138,12 +138,15 @@ def _read(store: ObjectStore) -> tuple[dict, str]:
 
 
 def honours_conditions(store: ObjectStore) -> bool:
-    """Return whether the store refuses to create an object that exists. Raises StoreError."""
-    store.write(_PROBE, b"", None)
-    try:
-        store.write(_PROBE, b"", "")
-        return False
-    except StoreError as error:
-        if error.kind != "changed":
-            raise
-        return True
+    """Return whether the store refuses to create an object that exists, and to replace another version than the given one. Raises
+    StoreError."""
+    previous = store.write(_PROBE, b"1", None)
+    store.write(_PROBE, b"2", None)
+    for version in ("", previous):
+        try:
+            store.write(_PROBE, b"3", version)
+            return False
+        except StoreError as error:
+            if error.kind != "changed":
+                raise
+    return True

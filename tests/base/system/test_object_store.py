@@ -11,6 +11,7 @@ pytest.importorskip("obstore")
 pytest.importorskip("moto")
 
 from trainer.base.system.object_store import ObjectStore, StoreError, is_url, sha256_of, url_error
+from trainer.checkpoint import lease
 
 
 def test_small_objects_are_written_under_conditions(bucket):
@@ -134,3 +135,10 @@ def test_a_folder_is_a_store_too(tmp_path):
     assert store.read("a/b")[0] == b"1"
     with pytest.raises(StoreError, match="changed by another writer"):
         store.write("a/b", b"2", "")
+    first = store.read("a/b")[1]
+    second = store.write("a/b", b"3", first)
+    with pytest.raises(StoreError, match="changed by another writer"):
+        store.write("a/b", b"4", first)
+    assert store.read("a/b") == (b"3", second)
+    assert [(item.key, item.version) for item in store.list()] == [("a/b", second)]
+    assert lease.honours_conditions(store)

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, BinaryIO
 
-from trainer.base.system.files import hash_of_file, sync
+from trainer.base.system.files import file_lock, hash_of_file, sync
 from trainer.base.system.spelling import first_line
 from trainer.base.system.streams import without_credentials
 
@@ -160,10 +160,22 @@ class ObjectStore:
         Raises:
             StoreError: Of the kind "changed" if the object has another version.
         """
+        if self.scheme == "file" and version:
+            with file_lock(Path(self.url.removeprefix("file://")) / ".lock"):
+                return self._replace(key, content, version)
         mode: Any = "create" if version == "" else "overwrite" if version is None else {"e_tag": version}
         options = {"mode": mode, "use_multipart": False}
         result = self._try(key, "written", lambda: self._obstore.put(self._store, key, content, **options))
         return result["e_tag"] or ""
+
+    def _replace(self, key: str, content: bytes, version: str) -> str:
+        """Write an object of a folder, which knows no such condition, if it has a version."""
+        found = self.head(key)
+        if found is None or found.version != version:
+            raise StoreError(
+                f"{self.name(key)}: cannot be written: the object has been changed by another writer", "changed"
+            )
+        return self.write(key, content, None)
 
     def upload(self, path: Path, key: str, pace: Callable[[int], None] = lambda num_bytes: None) -> str:
         """Write a file as an object, in parts. Return the SHA-256 of its content.
