@@ -60,7 +60,7 @@ from trainer.base.system.remote_run import Lineage
 from trainer.base.system.run_files import CHECKPOINTS, STATE_FILE, parse_step
 from trainer.base.system.spelling import counted
 from trainer.checkpoint import manifest
-from trainer.checkpoint.lease import Lease
+from trainer.checkpoint.lease import Lease, LeaseLost
 from trainer.checkpoint.manifest import CorruptError
 from trainer.checkpoint.resume import LARGEST_STATE, check_train_state
 from trainer.checkpoint.tensor_files import read_index
@@ -173,10 +173,14 @@ def fetch(store: ObjectStore, lineage: Lineage, args: argparse.Namespace) -> Ite
 
 def prune(store: ObjectStore, lineage: Lineage, args: argparse.Namespace) -> Iterator[bool]:
     lease = Lease.acquire(store, timeout_s=60.0, is_conditional=True, own_before="")
-    unused = remote_run.unused_objects(store, lineage)
-    store.delete(item.key for item in unused)
+    try:
+        unused = remote_run.unused_objects(store, Lineage.read(store))  # a run may have just ended
+        for item in unused:
+            lease.renew()
+            store.delete([item.key])
+    finally:
+        lease.release()
     print(f"removed {counted(len(unused), 'object')} ({sum(item.size for item in unused) / 2**20:,.1f} MiB)")
-    lease.release()
     yield True
 
 
@@ -195,7 +199,7 @@ def of_mirror(args: argparse.Namespace) -> list[bool]:
         if not lineage.version:
             raise ConfigError("", f"{args.path}: no run is mirrored there")
         return list(ON_MIRROR[args.command](store, lineage, args))
-    except (StoreError, CorruptError) as error:
+    except (StoreError, CorruptError, LeaseLost) as error:
         raise ConfigError("", str(error)) from None
 
 

@@ -19,7 +19,7 @@ if __name__ == "__main__":
     exit_on_interrupt()
 
 from trainer.base.config import ConfigError
-from trainer.base.config.argument_types import readable_path
+from trainer.base.config.argument_types import ReadableRecords
 from trainer.base.config.arguments import Arguments
 from trainer.base.config.exits import run_to_end
 from trainer.base.config.render import differing_settings, setting_texts
@@ -80,8 +80,8 @@ def _run_folder(path: Path) -> Path:
 
 def main() -> None:
     parser = Arguments(__doc__)
-    parser.add_argument("a", type=readable_path, metavar="RUN_A", help="run folder")
-    parser.add_argument("b", type=readable_path, metavar="RUN_B", help="run folder")
+    parser.add_argument("a", type=ReadableRecords, metavar="RUN_A", help="run folder")
+    parser.add_argument("b", type=ReadableRecords, metavar="RUN_B", help="run folder")
     args = parser.parse_args()
     a, b = map(_run_folder, (args.a, args.b))
     lines = list(differences(a, b))

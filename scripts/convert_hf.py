@@ -20,7 +20,7 @@ from trainer.base.system.signals import exit_on_interrupt
 if __name__ == "__main__":
     exit_on_interrupt()
 
-from trainer.base.config.argument_types import file_to_write, positive_float, readable_path
+from trainer.base.config.argument_types import Readable, file_to_write, positive_float
 from trainer.base.config.arguments import Arguments
 from trainer.base.config.errors import ConfigError
 from trainer.base.config.exits import answer_early, run_to_end
@@ -43,7 +43,7 @@ def arguments() -> Arguments:
     load = commands.add_parser("from-hf", help="write a checkpoint with only the model, for --checkpoint.init_from")
     for command in (export, merge, gguf):
         command.add_argument(
-            "source", type=readable_path, help="checkpoint, or run folder (its newest checkpoint, or RUN@best)"
+            "source", type=Readable, help="checkpoint, or run folder (its newest checkpoint, or RUN@best)"
         )
         averaged = "write the averaged weights of the run ([optimizer] ema_decay)"
         command.add_argument("--averaged", action="store_true", help=averaged)
@@ -51,7 +51,7 @@ def arguments() -> Arguments:
         command.add_argument("--dtype", choices=["bf16", "fp32"], help=f"dtype of the weights (default: {_DTYPE})")
     for command in (merge, gguf):
         base_help = "base model (default: its path when the adapter was trained)"
-        command.add_argument("--base", type=readable_path, metavar="PATH", help=base_help)
+        command.add_argument("--base", type=Readable, metavar="PATH", help=base_help)
         into_help = (
             "base model to merge into: the original one, or the one in 4 bits that was trained (default: original)"
         )
@@ -60,7 +60,7 @@ def arguments() -> Arguments:
     type_help = f"type of the matrices (default: {_GGUF_TYPE}); q4_0 keeps the output matrix in q8_0"
     gguf.add_argument("--type", choices=get_args(GgufType), default=_GGUF_TYPE, help=type_help)
     load.add_argument(
-        "source", type=readable_path, help="folder in the Hugging Face format (--checkpoint.init_from reads it too)"
+        "source", type=Readable, help="folder in the Hugging Face format (--checkpoint.init_from reads it too)"
     )
     for command in (export, merge, load):
         command.add_argument("out", type=Path, help="folder to write")

@@ -20,11 +20,11 @@ if __name__ == "__main__":
     exit_on_interrupt()
 
 from trainer.base.config.argument_types import (
+    Readable,
     existing_folder,
     file_to_write,
     non_negative_int,
     positive_int,
-    readable_path,
 )
 from trainer.base.config.arguments import Arguments
 from trainer.base.config.exits import answer_early, end_process_after, run_to_end
@@ -35,7 +35,7 @@ def arguments() -> Arguments:
     add = parser.add_argument
     add(
         "path",
-        type=readable_path,
+        type=Readable,
         help="checkpoint, run folder (its newest checkpoint, or RUN@best), or Hugging Face folder",
     )
     add("--tasks", required=True, metavar="NAMES", help="names of tasks and groups, with commas between them")
@@ -52,7 +52,7 @@ def arguments() -> Arguments:
     add("--chat-template", default="", metavar="NAME", help="shipped template or a file (default: the model's)")
     add("--max-seq-len", type=non_negative_int, default=0, metavar="N", help="context window; 0: the model's")
     add("--tp", type=positive_int, default=1, metavar="N", help="number of ranks over which the matrices are sharded")
-    add("--base", type=readable_path, metavar="PATH", help="base model of an adapter (default: the path at training)")
+    add("--base", type=Readable, metavar="PATH", help="base model of an adapter (default: the path at training)")
     add("--averaged", action="store_true", help="use the averaged weights of the run ([optimizer] ema_decay)")
     add("--output", type=file_to_write, metavar="FILE", help="write the results in the harness's JSON form")
     add("--dtype", choices=["fp32", "bf16"], help="default: bf16 on a GPU, fp32 on a CPU")
@@ -71,6 +71,7 @@ from trainer.base.config.checkpoints import resolve_checkpoint, why_chosen
 from trainer.base.config.errors import errors_of_options
 from trainer.base.config.packages import require_package
 from trainer.base.system.files import atomic_write, describe
+from trainer.base.system.remote_files import is_copy
 from trainer.base.system.run_files import CHECKPOINTS, METRICS_FILE, step_of
 from trainer.base.system.streams import print_error, print_line
 from trainer.checkpoint.formats.folders import metadata_and_generation
@@ -128,11 +129,12 @@ def record(checkpoint: Path, scores: Mapping[str, Mapping[str, float]]) -> None:
     """Add the scores to the records of a run, collectively, if it has ended.
 
     Args:
-        checkpoint: What was evaluated. Nothing is recorded unless it is a checkpoint of a run.
+        checkpoint: What was evaluated. Nothing is recorded unless it is a checkpoint of a run on this disk.
         scores: Task -> metric -> value, on rank 0.
     """
     run = checkpoint.parent.parent
-    if not distributed.run_on_rank_0(lambda: checkpoint.parent.name == CHECKPOINTS and (run / METRICS_FILE).exists()):
+    is_of_run = checkpoint.parent.name == CHECKPOINTS and not is_copy(run)
+    if not distributed.run_on_rank_0(lambda: is_of_run and (run / METRICS_FILE).exists()):
         return
     common = {"kind": "task", "step": step_of(checkpoint)}
     records = [common | {"task": f"lm_eval {name}"} | dict(own) for name, own in scores.items()]

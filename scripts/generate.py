@@ -19,11 +19,11 @@ if __name__ == "__main__":
     exit_on_interrupt()
 
 from trainer.base.config.argument_types import (
+    Readable,
     non_negative_float,
     non_negative_int,
     number,
     positive_int,
-    readable_path,
     utf8,
 )
 from trainer.base.config.arguments import Arguments
@@ -35,10 +35,10 @@ def arguments() -> Arguments:
     add = parser.add_argument
     add(
         "path",
-        type=readable_path,
+        type=Readable,
         help="checkpoint, run folder (its newest checkpoint, or RUN@best), or Hugging Face folder",
     )
-    add("--base", type=readable_path, metavar="PATH", help="base model of an adapter (default: the path at training)")
+    add("--base", type=Readable, metavar="PATH", help="base model of an adapter (default: the path at training)")
     add("--averaged", action="store_true", help="use the averaged weights of the run ([optimizer] ema_decay)")
     add(
         "--prompt",

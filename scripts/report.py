@@ -16,6 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from trainer.base.system.remote_files import is_copy
 from trainer.base.system.signals import exit_on_interrupt
 
 if __name__ == "__main__":
@@ -24,7 +25,7 @@ if __name__ == "__main__":
 from collections.abc import Sequence
 
 from trainer.base.config import ConfigError
-from trainer.base.config.argument_types import file_to_write, number, readable_path
+from trainer.base.config.argument_types import ReadableRecords, file_to_write, number
 from trainer.base.config.arguments import Arguments
 from trainer.base.config.exits import run_to_end
 from trainer.base.system.files import atomic_write
@@ -74,7 +75,7 @@ def version_of(folders: Sequence[Path]) -> str:
 def main() -> None:
     parser = Arguments(__doc__)
     parser.add_argument(
-        "runs", type=readable_path, nargs="+", metavar="RUN", help="run folder, one of its checkpoints, or RUN@best"
+        "runs", type=ReadableRecords, nargs="+", metavar="RUN", help="run folder, one of its checkpoints, or RUN@best"
     )
     help_text = "HTML file to write (default: report.html in the folder of the first run)"
     parser.add_argument("--output", type=file_to_write, metavar="FILE", help=help_text)
@@ -88,6 +89,9 @@ def main() -> None:
         parser.error("--watch: serves the page and writes no file; remove --output")
     if args.port and not args.watch:
         parser.error(f"--port {args.port}: requires --watch")
+    if any(map(is_copy, args.runs)) and (args.watch or not args.output):
+        way = "--watch: does not follow the run at a URL" if args.watch else "--output: must name the file to write"
+        parser.error(f"{way}, because a copy is read")
     require_plotting()
     folders, marked = zip(*map(find_run, args.runs), strict=True)
     require_runs(folders)

@@ -136,6 +136,8 @@ class S3Proxy:
     times: int = 10**9
     """Number of requests that fail."""
     requests: list[str] = field(default_factory=list)
+    faults: int = 0
+    """Number of requests that have failed."""
     on_request: Callable[[str], None] = lambda request: None
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -147,7 +149,9 @@ class S3Proxy:
                 return passes
             self.skip -= 1
             self.times -= self.skip < 0
-            return self.fault if self.skip < 0 <= self.times else passes
+            fails = self.skip < 0 <= self.times
+            self.faults += fails
+            return self.fault if fails else passes
 
 
 class _Server(ThreadingHTTPServer):

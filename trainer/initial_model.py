@@ -13,6 +13,7 @@ from trainer.base.config.render import to_toml
 from trainer.base.system import console
 from trainer.base.system.files import digest, digest_of, short_digest
 from trainer.base.system.run_files import MANIFEST
+from trainer.base.system.urls import with_urls
 from trainer.checkpoint.formats.folders import open_complete
 from trainer.checkpoint.formats.initial_weights import (
     load_adapter,
@@ -180,7 +181,7 @@ def _origin(config: CheckpointConfig, weights: Weights, weights_digest: str) -> 
 
 
 def _base_of(weights: Weights, weights_digest: str) -> dict[str, str]:
-    folder = str(weights.folder.resolve())
+    folder = with_urls(str(weights.folder.resolve()))
     return {"base": folder, "base_digest": weights_digest, "text_model": weights.text_model}
 
 

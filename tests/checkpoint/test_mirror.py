@@ -42,6 +42,31 @@ def test_a_folder_can_be_the_mirror(ranks, plain, undisturbed, tmp_path):
     assert_intact(ObjectStore(f"file://{tmp_path}/mirror"))
 
 
+TWO_NODES = {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+
+
+def test_each_node_uploads_the_files_of_its_ranks(ranks, argv, store, undisturbed, tmp_path):
+    argv = [*argv, *in_folder(tmp_path / "run")]
+    ranks(2).run(train, argv, variables() | TWO_NODES, 4)
+    names = Lineage.read(store).saves
+    shares = [json.loads(store.read(remote_run.key_of(name, "shares/1-of-2.json"))[0]) for name in names]
+    assert [list(share) for share in shares] == [["rank-00001.safetensors"]] * 2
+    shutil.rmtree(tmp_path / "run")
+    assert ranks(2).run(train, argv, variables() | TWO_NODES) == undisturbed(2)[1]
+    assert_intact(store)
+
+
+def test_rank_0_uploads_what_an_earlier_start_of_several_nodes_has_left(
+    ranks, plain, argv, store, undisturbed, tmp_path
+):
+    folder = in_folder(tmp_path / "run")
+    ranks(2).run(train, [*plain, *folder], TWO_NODES, 4)
+    assert ranks(2).run(train, [*argv, *folder], variables() | TWO_NODES) == undisturbed(2)[1]
+    saves = [remote_run.read_save(store, name) for name in Lineage.read(store).saves]
+    assert [save.step for save in saves] == [4, 6, 8]
+    assert [remote_run.find_damage(store, save) for save in saves] == [""] * 3
+
+
 def test_parts_of_an_upload_that_was_cut_off_are_removed(ranks, argv, store, tmp_path):
     import boto3
 

@@ -28,9 +28,6 @@ from trainer.base.system.object_store import ObjectStore
 from trainer.base.system.remote_run import Lineage
 
 ALWAYS = 10**9
-EMPTY_LIST = (
-    b'<?xml version="1.0"?><ListBucketResult><KeyCount>0</KeyCount><IsTruncated>false</IsTruncated></ListBucketResult>'
-)
 WEIGHTS, NEWEST = "rank-00000.safetensors", "step-00000004"
 DENIED, EXPIRED = says(403, "AccessDenied"), says(400, "ExpiredToken")
 
@@ -92,7 +89,7 @@ def test_a_fault_during_the_run(ranks, argv, store, proxy, undisturbed, tmp_path
         assert (steps_of(store) == [6, 8]) == ("removal" in fault)
     else:
         assert steps_of(store) == [2, 4, 6, 8], log
-    assert proxy.times <= ALWAYS - 1, "the fault has happened"
+    assert proxy.faults
     proxy.pattern = "(?!)"
     if text and "removal" not in fault:  # the same disk goes on, as does an empty one
         shutil.rmtree(tmp_path / "run")
@@ -115,7 +112,7 @@ STARTS: dict[str, tuple[str, Act, int, int, str]] = {
     "flipped commit": (f"GET .*{NEWEST}.*mirror.json", flipped, 0, 1, ""),
     "empty commit": (f"GET .*{NEWEST}.*mirror.json", replaced_by(b""), 0, 1, ""),
     "flipped curves": ("GET .*run-.*metrics", flipped, 0, ALWAYS, ""),
-    "empty list": ("list-type=2", replaced_by(EMPTY_LIST), 0, ALWAYS, ""),
+    "parts denied": ("GET .*[?]uploads", DENIED, 0, ALWAYS, ""),
     "all truncated": (f"GET .*{WEIGHTS}", truncated, 0, ALWAYS, "all 2 checkpoints are damaged"),
     "history missing": ("GET .*lineage.json", says(404, "NoSuchKey"), 0, ALWAYS, "changed by another writer"),
     "history is a page": ("GET .*lineage.json", replaced_by(b"<html>"), 0, ALWAYS, "is not the history of a run"),
@@ -136,11 +133,12 @@ def test_a_fault_at_the_start_on_an_empty_disk(ranks, argv, store, proxy, undist
     shutil.rmtree(tmp_path / "run")
     whole, expected = undisturbed(1)
     (ended,) = ranks(1).run(train_or_error, argv, through(proxy))
+    assert proxy.faults
     if text:
         assert isinstance(ended, str) and text in ended and "\n" not in ended, ended
         proxy.pattern = "(?!)"
         (ended,) = ranks(1).run(train_or_error, argv, through(proxy))
-    assert [ended] == expected, (tmp_path / "run" / "log.txt").read_text()
+    assert [ended] == expected
     if "curves" not in fault:
         assert losses(tmp_path / "run") == losses(whole)
     assert steps_of(store) == [2, 4, 6, 8]

@@ -140,11 +140,12 @@ def _read(store: ObjectStore) -> tuple[dict, str]:
 def honours_conditions(store: ObjectStore) -> bool:
     """Return whether the store refuses to create an object that exists, and to replace another version than the given one. Raises
     StoreError."""
-    previous = store.write(_PROBE, b"1", None)
-    store.write(_PROBE, b"2", None)
+    # Unique contents: another run may probe at the same time.
+    previous = store.write(_PROBE, uuid.uuid4().bytes, None)
+    store.write(_PROBE, uuid.uuid4().bytes, None)
     for version in ("", previous):
         try:
-            store.write(_PROBE, b"3", version)
+            store.write(_PROBE, uuid.uuid4().bytes, version)
             return False
         except StoreError as error:
             if error.kind != "changed":

@@ -9,8 +9,9 @@ import contextlib
 import hashlib
 import json
 import os
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -89,6 +90,16 @@ class Mirror:
         self.config, self.run_folder, self.folder = config, run_folder, run_folder / CHECKPOINTS
         self.node, self.nodes, self.ranks_per_node = node, nodes, ranks_per_node
         self.uploads = Uploads(self._upload, config.mirror_pending, config.mirror_mib_per_second)
+        self._history = threading.Lock()
+        """Held while the history is written, which `add` does not wait for."""
+        self._left_over: set[Path] = set()
+        """Checkpoints of an earlier process. Rank 0 uploads all their files."""
+        self._committed: set[str] = set()
+        """Names of the checkpoints that this process has committed in the store."""
+        self._given_up: list[Path] = []
+        """Checkpoints of which another node has to say that it uploads nothing."""
+        self._target: int | None = None
+        """Step to which this process has rolled back. Later checkpoints of earlier processes are discarded."""
 
     # ---------------------------------------------------------------- start
 
@@ -109,12 +120,14 @@ class Mirror:
             try:
                 self._abort_uploads()
                 lineage = Lineage.read(self.store)
-                self.lineage = replace(lineage, epoch=lineage.epoch + 1).write(self.store, self.is_conditional)
+                lineage = replace(lineage, epoch=lineage.epoch + 1, owner=self.lease.owner)
+                self.lineage = lineage.write(self.store, self.is_conditional)
                 missing = self._reconcile()
             except BaseException:
                 self._release()
                 raise
         self.uploads.start()
+        self._left_over.update(missing)
         for path in missing:
             self.add(_request_of(path))
 
@@ -204,7 +217,8 @@ class Mirror:
 
     def rolled_back(self, step: int, requested: int | str) -> None:
         """Forget the checkpoints after a step, to which the run was rolled back. On rank 0. Raises ConfigError."""
-        with _as_config_error(), self.uploads.lock:
+        with _as_config_error(), self._history:
+            self._target = step
             kept = tuple(name for name in self.lineage.saves if step_of_name(name) <= step)
             rollbacks = (*self.lineage.rolled_back_to, requested)
             lineage = replace(self.lineage, saves=kept, rolled_back_to=rollbacks)
@@ -221,7 +235,10 @@ class Mirror:
     def add(self, request: SaveRequest) -> None:
         """Upload a committed checkpoint in the background."""
         given_up = self.uploads.add(request)
-        if self.node or not given_up:
+        if not given_up:
+            return
+        if self.node:
+            self._given_up += [old.final for old in given_up]
             return
         for old in given_up:
             console.warning(f"step {old.step} is not mirrored, because the uploads are too slow")
@@ -237,40 +254,62 @@ class Mirror:
     def _upload(self, request: SaveRequest) -> None:
         """Upload this node's share of a checkpoint. Rank 0 also commits it."""
         start_s, path = time.monotonic(), request.final
+        while self._given_up:
+            self._put_share(self._given_up[0], None)
+            self._given_up.pop(0)
         if not path.exists():
             return
         name, files = remote_run.name_of(path), manifest.read(path).files
-        own = {
-            file: self._upload_file(path, name, file, files[file].digest)
-            for file in files
-            if self._node_of(file) == self.node
-        }
-        if self.node:
-            share = {file: [f.size, f.sha256] for file, f in own.items()}
-            self._put(remote_run.key_of(name, f"shares/{self.node}.json"), json.dumps(share).encode())
-            return
-        for node in range(1, self.nodes):
-            own |= self._share_of(name, node)
-        content = (path / MANIFEST).read_bytes()
-        own[MANIFEST] = RemoteFile(len(content), self._put(remote_run.key_of(name, MANIFEST), content))
-        save = self._with_run_files(Save(name=name, epoch=self.lineage.epoch, files=own, run_files={}))
+        if name not in self._committed:
+            nodes = 1 if path in self._left_over else self.nodes
+            own = self._upload_files(
+                path, name, [file for file in files if nodes == 1 or self._node_of(file) == self.node]
+            )
+            if self.node:
+                self._put_share(path, own)
+                return
+            for node in range(1, nodes):
+                own |= self._share_of(name, node)
+            if own.keys() != files.keys():
+                raise CorruptError(f"the nodes have uploaded other files than {path} has")
+            content = (path / MANIFEST).read_bytes()
+            own[MANIFEST] = RemoteFile(len(content), self._put(remote_run.key_of(name, MANIFEST), content))
+            save = self._with_run_files(Save(name=name, epoch=self.lineage.epoch, files=own, run_files={}))
+            if not self._commit(request, save):
+                return
+            seconds = time.monotonic() - start_s
+            size = f"{save.num_bytes / GIB:.2f} GiB in {seconds:.1f} s"
+            console.info(f"mirrored step {request.step} to {self.store.url} ({size})")
+        self._know(name)
+        self._prune(request)
+
+    def _commit(self, request: SaveRequest, save: Save) -> bool:
+        """Add a checkpoint, whose files are in the store, to the history. Return False if it was discarded meanwhile."""
         self.lease.require()
-        with self.uploads.lock:
-            saves = (*(n for n in self.lineage.saves if n != name), name)
+        with self._history:
+            if request.final in self._left_over and self._target is not None and request.step > self._target:
+                return False
+            saves = (*(name for name in self.lineage.saves if name != save.name), save.name)
             lineage = replace(self.lineage, saves=saves, best_step=request.keep_best or self.lineage.best_step)
             self.lineage = lineage.write(self.store, self.is_conditional)
         remote_run.create_save(self.store, save)
-        self._know(name)
-        seconds = time.monotonic() - start_s
-        console.info(
-            f"mirrored step {request.step} to {self.store.url} ({save.num_bytes / GIB:.2f} GiB in {seconds:.1f} s)"
-        )
-        self._prune(request)
+        self._committed.add(save.name)
+        return True
 
     def _node_of(self, file: str) -> int:
         """Return which node uploads a file of a checkpoint: that of the rank that has written it."""
         rank = file.removeprefix("rank-").partition(".")[0]
         return int(rank) // self.ranks_per_node if rank.isdigit() else 0
+
+    def _upload_files(self, path: Path, name: str, files: Sequence[str]) -> dict[str, RemoteFile]:
+        """Upload files of a checkpoint. Another node's rank 0 learns if one of them is damaged. Raises CorruptError."""
+        digests = manifest.read(path).files
+        try:
+            return {file: self._upload_file(path, name, file, digests[file].digest) for file in files}
+        except CorruptError:
+            if self.node:
+                self._put_share(path, None)
+            raise
 
     def _upload_file(self, path: Path, name: str, file: str, digest: str) -> RemoteFile:
         """Upload a file unless the store has it. Raises CorruptError if it is not what was committed."""
@@ -303,10 +342,16 @@ class Mirror:
             files[path] = RemoteFile(len(content), self._put(save.key_of_run_file(path), content))
         return replace(save, run_files=files)
 
+    def _put_share(self, path: Path, files: Mapping[str, RemoteFile] | None) -> None:
+        """Tell rank 0 which files of a checkpoint this node has uploaded. None: it does not upload them."""
+        share = files and {file: [f.size, f.sha256] for file, f in files.items()}
+        key = remote_run.key_of(remote_run.name_of(path), f"shares/{self.node}-of-{self.nodes}.json")
+        self._put(key, json.dumps(share).encode())
+
     def _share_of(self, name: str, node: int) -> dict[str, RemoteFile]:
         """Wait for the share of another node. Raises StoreError or CorruptError."""
-        key = remote_run.key_of(name, f"shares/{node}.json")
-        while True:
+        key = remote_run.key_of(name, f"shares/{node}-of-{self.nodes}.json")
+        while not self.uploads.ended.is_set():
             try:
                 share = json.loads(self.store.read(key)[0])
                 return {str(file): RemoteFile(int(size), str(sha)) for file, (size, sha) in share.items()}
@@ -314,9 +359,10 @@ class Mirror:
                 if error.kind != "missing":
                     raise
             except (ValueError, TypeError, AttributeError):
-                raise CorruptError(f"{self.store.name(key)} is damaged") from None
+                raise CorruptError(f"node {node} has uploaded nothing") from None
             self.lease.require()
             self.uploads.ended.wait(1.0)
+        raise StoreError(f"{self.store.name(key)} is not there yet")
 
     def _know(self, *names: str) -> None:
         """Note that this disk and the store have these checkpoints in common."""
@@ -333,7 +379,7 @@ class Mirror:
         removed = [name for name in self.lineage.saves if name not in keep]
         if not removed:
             return
-        with self.uploads.lock:
+        with self._history:
             lineage = replace(self.lineage, saves=tuple(name for name in self.lineage.saves if name in keep))
             self.lineage = lineage.write(self.store, self.is_conditional)
         try:

@@ -76,6 +76,7 @@ MEANINGS = {
     "/**/*.jsonl": ["a.jsonl", "b.jsonl", "deep/c.jsonl", "deep/er/d.jsonl"],
     "/deep/**": ["c.jsonl", "er/d.jsonl"],
     "/*/*.jsonl": ["deep/c.jsonl"],
+    "/list.MANIFEST": ["a.jsonl", "deep/c.jsonl", "deep/er/d.jsonl", "list.MANIFEST"],
     "/list.manifest": ["a.jsonl", "deep/c.jsonl", "deep/er/d.jsonl", "list.manifest"],
 }
 
@@ -84,8 +85,8 @@ MEANINGS = {
 def test_a_url_means_a_file_a_prefix_a_pattern_or_a_manifest(bucket, end):
     url = f"{bucket}/meanings"
     put(url, *KEYS)
-    if end.endswith(".manifest"):
-        put(url, "list.manifest", content=b"# some\na.jsonl\n\n./deep\n")
+    if end.lower().endswith(".manifest"):
+        put(url, end[1:], content=b"\xef\xbb\xbfa.jsonl\n# some\n\n./deep\n")
     path = local_copy(url + end, beside=["*.idx"])
     folder = path.partition("/files")[0] + "/files"
     assert files(folder) == MEANINGS[end]
@@ -93,8 +94,8 @@ def test_a_url_means_a_file_a_prefix_a_pattern_or_a_manifest(bucket, end):
     assert path == folder if end in ("", "/", "/deep") else path.endswith(name)
     assert with_urls(f"{path}: damaged") == f"{url + end}: damaged"
     for file in MEANINGS[end]:
-        assert (Path(folder) / file).read_bytes().decode().endswith(file) or end.endswith(".manifest")
-    ObjectStore(url).delete(["list.manifest"])
+        assert (Path(folder) / file).read_bytes().decode().endswith(file) or end.lower().endswith(".manifest")
+    ObjectStore(url).delete(["list.manifest", "list.MANIFEST"])
 
 
 WRONG = {
@@ -147,12 +148,29 @@ def test_weights_are_read_only_where_they_are_needed(prefix):
     assert files(local_copy(prefix)) == ["config.json", "model.safetensors"]
 
 
-def test_a_copy_that_was_changed_is_read_again(prefix, start_again):
+def test_a_copy_that_was_changed_is_read_again(prefix):
     put(prefix, "a")
     path = Path(local_copy(prefix))
     (path / "a").write_bytes(b"edited")
-    start_again()
     assert Path(local_copy(prefix), "a").read_bytes() == b"a"
+
+
+def test_a_changed_copy_that_others_read_is_not_removed(prefix):
+    put(prefix, "a")
+    path = Path(local_copy(prefix))
+    with start(prefix) as reader:
+        assert reader.stdout.readline().strip() == str(path)
+        (path / "a").write_bytes(b"edited")
+        with pytest.raises(StoreError, match="were changed, and other processes use them"):
+            local_copy(prefix)
+        reader.communicate()
+
+
+def test_a_copy_in_another_cache_is_used(prefix, tmp_path, monkeypatch):
+    put(prefix, "a")
+    path = local_copy(prefix)
+    monkeypatch.setenv("MESHWRIGHT_CACHE", str(tmp_path / "other"))
+    assert local_copy(prefix) == path
 
 
 def test_a_download_that_was_cut_off_continues(prefix, cache, start_again, monkeypatch):
@@ -191,14 +209,14 @@ def test_objects_that_change_during_the_download_are_an_error(prefix, cache, mon
 
 def test_an_object_that_is_replaced_after_it_was_listed_is_an_error(prefix, monkeypatch):
     put(prefix, "a")
-    resolve = remote_files._resolve
+    resolve = remote_files.resolve
 
     def resolve_and_replace(*args):
         found = resolve(*args)
         put(prefix, "a", content=b"b")
         return found
 
-    monkeypatch.setattr(remote_files, "_resolve", resolve_and_replace)
+    monkeypatch.setattr(remote_files, "resolve", resolve_and_replace)
     with pytest.raises(StoreError, match="has been changed by another writer"):
         local_copy(prefix)
 
@@ -244,6 +262,7 @@ def test_a_fault_during_a_download(prefix, cache, monkeypatch, fault):
             assert not [folder for folder in cache.glob("data-*") if not folder.name.endswith(".part")]
             proxy.pattern = "(?!)"
         path = Path(local_copy(prefix))
+    assert proxy.faults
     assert files(path) == ["big", "parts", "small"]
     assert (path / "big").read_bytes() == bytes(range(256)) * 2**14 + b"end"
     assert (path / "parts").read_bytes() == whole.read_bytes()
@@ -286,6 +305,7 @@ def test_what_was_used_least_recently_is_removed_unless_it_is_in_use(prefix, cac
         used = time.time() - 1000 + i
         os.utime(paths[name].parent / "entry.json", (used, used))
     (cache / "data-0.part" / "files").mkdir(parents=True)
+    os.utime(cache / "data-0.part", (0, 0))
     start_again()
     with start(f"{prefix}/a") as reader:
         assert reader.stdout.readline().strip() == str(paths["a"])
@@ -295,6 +315,7 @@ def test_what_was_used_least_recently_is_removed_unless_it_is_in_use(prefix, cac
         local_copy(f"{prefix}/d")
         reader.communicate()
     assert {name: path.exists() for name, path in paths.items()} == {"a": True, "b": False, "c": True}
+    assert not (cache / "data-0.part").exists()
 
 
 def test_a_full_disk_is_one_line(prefix, cache, monkeypatch):
@@ -339,8 +360,13 @@ def test_of_a_mirrored_run_the_newest_or_the_best_checkpoint_is_meant(prefix):
     Lineage(1, tuple(names), (), 2).write(store, True)
     for end, step in (("", 4), ("@best", 2)):
         assert files(local_copy(prefix + end)) == [f"checkpoints/step-{step:08}/manifest.json", "config.toml"]
+    assert with_urls(local_copy(f"{prefix}@best") + "/checkpoints/step-2/a") == f"{prefix}/checkpoints/step-2/a"
+    named = local_copy(f"{prefix}/checkpoints/step-00000002")
+    assert files(named) == ["manifest.json"] and named.endswith("/files/checkpoints/step-00000002")
+    assert local_copy(f"{prefix}/checkpoints/step-00000002/manifest.json") == f"{named}/manifest.json"
+    with pytest.raises(StoreError, match="the run has no checkpoint step-00000003"):
+        local_copy(f"{prefix}/checkpoints/step-00000003")
     store.write(key_of(names[1], "manifest.json"), names[0].encode(), None)
-    ObjectStore(prefix).delete(["x"])
     remote = json.loads(os.environ["MESHWRIGHT_URLS"])
     shutil.rmtree(Path(remote[prefix]).parent)
     with pytest.raises(StoreError, match="does not match its SHA-256"):

@@ -6,7 +6,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from trainer.base.config.errors import ConfigError
 from trainer.base.config.fields import parse_text, range_error, type_name
 from trainer.base.config.remote_paths import local_path_of, readable_error
 from trainer.base.config.schema.constraint import Constraint
@@ -29,21 +28,32 @@ def local_path(text: str) -> Path:
     return Path(text)
 
 
-def readable_path(text: str) -> Path:
-    """Parse the path of what is read. If it is a URL of an object store, return the path of a local copy."""
-    if problem := readable_error(text):
-        raise argparse.ArgumentTypeError(f"{text}: {problem}")
-    try:
-        return Path(local_path_of(text))
-    except ConfigError as error:
-        raise argparse.ArgumentTypeError(error.message) from None
+class Readable(str):
+    """The path of what is read, or its URL in an object store. `Arguments` replaces it by the path of a local copy when all
+    arguments have been parsed."""
+
+    with_weights = True
+    """Whether files with weights are read."""
+
+    def __new__(cls, text: str) -> "Readable":
+        if problem := readable_error(text):
+            raise argparse.ArgumentTypeError(f"{text}: {problem}")
+        return super().__new__(cls, text)
+
+    def local(self) -> Path:
+        """Return the path of a local copy. Raises ConfigError."""
+        return Path(local_path_of(str(self), with_weights=self.with_weights))
+
+
+class ReadableRecords(Readable):
+    with_weights = False
 
 
 def existing_folder(text: str) -> Path:
-    path = readable_path(text)
-    if problem := folder_error(path):
+    local_path(text)
+    if problem := folder_error(text):
         raise argparse.ArgumentTypeError(f"{text}: {problem}")
-    return path
+    return Path(text)
 
 
 def file_to_write(text: str) -> Path:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from trainer.base.config.argument_types import local_path
+from trainer.base.config.argument_types import Readable, local_path
 from trainer.base.config.errors import ConfigError
 from trainer.base.config.fields import settings
 from trainer.base.config.foreign import hint_of_option, normalized, replacement
@@ -60,6 +60,11 @@ class Arguments(argparse.ArgumentParser):
             self._refuse_unknown([word for word in words if word.partition("=")[0] not in self._option_string_actions])
         parsed, rest = super().parse_known_args(args, namespace)
         self._refuse_unknown(rest)
+        for name, value in vars(parsed).items():  # nothing is downloaded before all arguments are known to be right
+            if isinstance(value, Readable):
+                setattr(parsed, name, value.local())
+            elif isinstance(value, list):
+                setattr(parsed, name, [v.local() if isinstance(v, Readable) else v for v in value])
         return parsed, rest
 
     def _refuse_unknown(self, words: Sequence[str]) -> None:

@@ -47,6 +47,7 @@ def load_config(argv: Sequence[str], check_files: Collection[str] = FILE_SECTION
         layers.append({"run.name": Value(Path(file).stem, "")})
     config = _merged(layers)
     try:
+        check_values(config)  # before anything is downloaded
         layers = with_local_copies(layers, check_files, with_weights)
         config = _merged(layers)
         if config.model.pretrained:

@@ -12,7 +12,7 @@ from trainer.base.config.checkpoints import resolve_checkpoint
 from trainer.base.config.errors import ConfigError, errors_about
 from trainer.base.config.fields import Layer, Value
 from trainer.base.config.recognition import require
-from trainer.base.config.remote_paths import local_path_of, readable_error
+from trainer.base.config.remote_paths import is_remote, local_path_of
 from trainer.base.config.schema.config import Config
 from trainer.base.config.schema.data import CHAT_DATASETS
 from trainer.base.config.schema.model import TokenizerConfig
@@ -23,7 +23,6 @@ from trainer.base.config.tokenizer_and_template import (
     tokenizer_of,
     tokenizer_settings,
 )
-from trainer.base.system.object_store import is_url
 from trainer.base.system.paths import split_best
 from trainer.base.system.run_files import CONFIG_FILE
 from trainer.base.system.spelling import similar_path
@@ -63,7 +62,7 @@ def layer_of_pretrained(config: Config, given: Collection[str], sections: Collec
     found: dict[str, Any] = {}
     if not read:  # such as a plan of a model with a given size, for which no folder must exist
         folder = Path(source)
-    elif is_url(source) and not readable_error(source):
+    elif is_remote(source):
         folder = _folder_of(local_path_of(source, SETTING, with_weights and "weights" in read))
     elif hub.names_a_folder(source):
         _require_local(config)
@@ -75,7 +74,7 @@ def layer_of_pretrained(config: Config, given: Collection[str], sections: Collec
     if "model" in read:
         found["model.huggingface"] = str(folder)
     if "weights" in parts:
-        found["checkpoint.init_from"] = str(folder) if "model.revision" in found or is_url(source) else source
+        found["checkpoint.init_from"] = str(folder) if "model.revision" in found or is_remote(source) else source
     if "tokenizer" in read:
         found |= _tokenizer(config, folder)
     if "chat template" in read and template_file(folder):

@@ -11,7 +11,8 @@ from trainer.base.config.tokenizer_and_template import BESIDE_TOKENIZER
 from trainer.base.system.files import describe
 from trainer.base.system.object_store import StoreError, is_url, url_error
 from trainer.base.system.paths import path_error
-from trainer.base.system.remote_files import has_pattern, local_copy
+from trainer.base.system.remote_files import local_copy
+from trainer.base.system.remote_objects import has_pattern
 
 _DATASETS = ("data.datasets", "evaluation.datasets")
 """Tables of TYPE:PATH."""
@@ -30,10 +31,15 @@ _BESIDE = {
 _WITH_WEIGHTS = ("checkpoint.init_from", "lora.init_from", "data.path", *_DATASETS)
 
 
+def is_remote(path: str) -> bool:
+    """Return whether a path names an object store. A folder has no need of a copy."""
+    return is_url(path) and not path.startswith("file://")
+
+
 def readable_error(path: str, allows_pattern: bool = False) -> str:
     """Return the reason why a text can be meant neither as a local path nor as the URL of an object store, or "". allows_pattern:
     whether a pattern may be meant."""
-    if not is_url(path) or path.startswith("file://"):
+    if not is_remote(path):
         return path_error(path)
     if has_pattern(path):
         return "" if allows_pattern else "is a pattern, but one file or folder is read"
@@ -52,7 +58,7 @@ def local_path_of(path: str, setting: str = "", with_weights: bool = True, besid
     Raises:
         ConfigError: The URL cannot be read.
     """
-    if not is_url(path) or path.startswith("file://"):
+    if not is_remote(path):
         return path
     try:
         return local_copy(path, beside=beside, with_weights=with_weights)

@@ -8,7 +8,9 @@ import importlib
 import importlib.util
 import os
 import re
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -26,6 +28,8 @@ _OTHER_NAMES = {"s3a": "s3", "s3n": "s3", "gcs": "gs", "azure": "az", "abfs": "a
 """Schemes of other programs -> ours."""
 _URL = re.compile(r"(?P<scheme>[a-z0-9]+)://(?P<bucket>[^/?#]*)(?:/(?P<prefix>[^?#]*))?")
 _PART_BYTES = 8 * 2**20
+_MAX_PARTS = 10_000
+"""Limit of S3 for one object."""
 _PARTS_AT_ONCE = 2
 """An upload holds at most this number of parts in memory, and one that is read."""
 _CHUNK_BYTES = 2**20
@@ -33,6 +37,7 @@ _USUAL_PARTS = tuple(mib * 2**20 for mib in (5, 8, 10, 15, 16, 25, 32, 50, 64, 1
 """Sizes of the parts in which programs upload, which decide the ETag of an object."""
 ETAGS = "MESHWRIGHT_ETAG_IS_MD5"
 """Environment variable: 0 if ETags of objects without parts are not the MD5 of their contents."""
+_FOLDERS = threading.Lock()
 _ATTEMPTS = 4
 _PAUSE_S = 0.2
 _RETRIES = {
@@ -83,7 +88,7 @@ class StoreError(Exception):
         super().__init__(without_credentials(message))
         self.kind = kind
         """"missing", "damaged", "changed", "denied", "no bucket", "refused", "busy", "lost", "unreachable",
-        "disk" or "other"."""
+        "disk", "stopped" or "other"."""
 
 
 @dataclass(frozen=True)
@@ -161,7 +166,8 @@ class ObjectStore:
             StoreError: Of the kind "changed" if the object has another version.
         """
         if self.scheme == "file" and version:
-            with file_lock(Path(self.url.removeprefix("file://")) / ".lock"):
+            # The lock of a file excludes only other processes.
+            with _FOLDERS, file_lock(Path(self.url.removeprefix("file://")) / ".lock"):
                 return self._replace(key, content, version)
         mode: Any = "create" if version == "" else "overwrite" if version is None else {"e_tag": version}
         options = {"mode": mode, "use_multipart": False}
@@ -190,10 +196,10 @@ class ObjectStore:
             hasher = hashlib.sha256()
             with path.open("rb") as file:
                 chunks = _chunks(file, hasher, pace)
-                if path.stat().st_size <= _PART_BYTES:
+                if (size := path.stat().st_size) <= _PART_BYTES:
                     self._obstore.put(self._store, key, b"".join(chunks), use_multipart=False)
                 else:
-                    parts = {"chunk_size": _PART_BYTES, "max_concurrency": _PARTS_AT_ONCE}
+                    parts = {"chunk_size": _part_bytes(size), "max_concurrency": _PARTS_AT_ONCE}
                     self._obstore.put(self._store, key, chunks, use_multipart=True, **parts)
             return hasher.hexdigest()
 
@@ -224,14 +230,17 @@ class ObjectStore:
             StoreError: Of the kind "damaged", or "changed" if the object has another version.
         """
 
-        seen = set()
+        seen: set[str] = set()
+        counted = 0
 
         def receive() -> None:
+            nonlocal counted
             have = path.stat().st_size if path.exists() else 0
             if have > size:
                 path.unlink()
                 have = 0
-            progress(have)
+            progress(have - counted)
+            counted = have
             if have < size:
                 # get() without a range reads also what a store serves only complete.
                 options: dict[str, Any] = {"if_match": version} if version else {}
@@ -241,6 +250,7 @@ class ObjectStore:
                     for chunk in result.stream(min_chunk_size=_CHUNK_BYTES):
                         file.write(chunk)
                         progress(len(chunk))
+                        counted += len(chunk)
                 sync(path)
             path.touch()
             problem = ""
@@ -251,7 +261,6 @@ class ObjectStore:
             elif self.scheme == "s3" and not sha256:
                 problem = _etag_problem(path, version, seen)
             if problem:
-                progress(-found)
                 if found >= size:  # otherwise the next attempt continues
                     path.unlink()
                 raise StoreError(f"{self.name(key)}: {problem}", "damaged")
@@ -307,7 +316,8 @@ class ObjectStore:
         if found.size <= _PART_BYTES:
             etag = hash_of_file(path, hashlib.md5(usedforsecurity=False))
         else:
-            etag = f"{_md5_of_parts(path, _PART_BYTES)}-{-(-found.size // _PART_BYTES)}"
+            part = _part_bytes(found.size)
+            etag = f"{_md5_of_parts(path, part)}-{-(-found.size // part)}"
         return found.version.strip('"') == etag
 
     def delete(self, keys: Iterable[str]) -> None:
@@ -342,7 +352,8 @@ class ObjectStore:
 
     def _try(self, key: str, verb: str, request: Callable[[], Any]) -> Any:
         """Return the result of a request, which is repeated after a transient error."""
-        for attempt in range(1, _ATTEMPTS + 1):
+        attempts: Counter[str] = Counter()  # of each kind of error
+        while True:
             try:
                 return request()
             except StoreError as failure:
@@ -353,12 +364,12 @@ class ObjectStore:
                 error = self._failure(key, verb, failure)
             except Exception as failure:
                 error = self._failure(key, verb, failure)
+            attempts[error.kind] += 1
             # A damaged object may have been changed on the way. The package has tried often to reach a host.
-            attempts = {"damaged": 2, **dict.fromkeys(("busy", "lost", "other"), _ATTEMPTS)}.get(error.kind, 1)
-            if attempt >= attempts:
+            most = {"damaged": 2, **dict.fromkeys(("busy", "lost", "other"), _ATTEMPTS)}.get(error.kind, 1)
+            if attempts[error.kind] >= most:
                 raise error from None
-            time.sleep(_PAUSE_S * 4**attempt)
-        raise AssertionError
+            time.sleep(_PAUSE_S * 4 ** attempts[error.kind])
 
     def _failure(self, key: str, verb: str, error: Exception) -> StoreError:
         """Return an error with the reason that obstore's message contains."""
@@ -384,6 +395,11 @@ def _chunks(file: BinaryIO, hasher: Any, pace: Callable[[int], None]) -> Iterato
         pace(len(chunk))
         hasher.update(chunk)
         yield chunk
+
+
+def _part_bytes(size: int) -> int:
+    """Return the size of the parts in which a file of this size is uploaded."""
+    return max(_PART_BYTES, -(-size // _MAX_PARTS))
 
 
 def sha256_of(path: Path) -> str:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 BEST = "@best"
 """End of a path that stands for the best checkpoint of the run folder before it."""
+PATH_LIST = ".manifest"
+"""Ending of a file that lists paths of data."""
 _NEVER_DATA = ("__MACOSX", "_temporary")
 """Folders with another program's files: attributes of files in archives of macOS, unfinished output of Spark and Hadoop."""
 
@@ -24,6 +26,15 @@ class Remarks:
     """Links that were not followed, because they lead to a folder that contains them."""
     literal: list[str] = field(default_factory=list)
     """Existing paths whose name, as a pattern, would match other names too."""
+
+
+def listed_paths(content: bytes) -> Iterator[tuple[int, str]]:
+    """Yield (number of the line, path or pattern) of a file that lists paths. Lines that begin with # are comments. Raises
+    UnicodeDecodeError."""
+    for number, line in enumerate(content.decode("utf-8-sig").splitlines(), start=1):
+        entry = line.strip()
+        if entry and not entry.startswith("#"):
+            yield number, entry
 
 
 def split_best(path: str | Path) -> tuple[Path, bool]:

@@ -1,7 +1,5 @@
 """Files of object stores on this machine: a cache that all processes of a node share.
 
-A URL means a file, all files below a prefix, those that match a pattern, or a mirrored run.
-
 CACHE/                              MESHWRIGHT_CACHE (default: ~/.cache/meshwright)
     data-1a2b3c4d5e6f7a8b/          what a URL meant: the name is a hash of the keys, sizes and versions of its objects
         entry.json                  the URL, and size and modification time of every file
@@ -12,8 +10,6 @@ CACHE/                              MESHWRIGHT_CACHE (default: ~/.cache/meshwrig
 
 import errno
 import fcntl
-import fnmatch
-import glob
 import hashlib
 import json
 import os
@@ -23,53 +19,23 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
-from trainer.base.system import console, remote_run
-from trainer.base.system.files import atomic_write, existing_part, file_lock, lock_holder, read_json_object
-from trainer.base.system.object_store import Object, ObjectStore, StoreError, url_error
-from trainer.base.system.paths import BEST
-from trainer.base.system.remote_run import Lineage
-from trainer.base.system.run_files import CHECKPOINTS, parse_step
-from trainer.base.system.spelling import counted, did_you_mean
+from trainer.base.system import console
+from trainer.base.system.files import atomic_write, file_lock, read_json_object, try_lock
+from trainer.base.system.object_store import ObjectStore, StoreError
+from trainer.base.system.remote_objects import Found, Item, resolve
+from trainer.base.system.spelling import counted
 from trainer.base.system.streams import print_error
 from trainer.base.system.urls import WITHOUT_WEIGHTS, local_copies, remember
 
 CACHE, LIMIT = "MESHWRIGHT_CACHE", "MESHWRIGHT_CACHE_GIB"
 """Environment variables: the folder of the cache, and its maximum size. Files in use are not removed."""
 _ENTRY, _IN_USE, _FILES, _PART = "entry.json", "in-use", "files", ".part"
-_MANIFEST = ".manifest"
 _WORKERS = 8
 _held: dict[Path, TextIO] = {}
 """Locks of this process on entries."""
-
-
-@dataclass(frozen=True)
-class _Item:
-    """An object that a URL means."""
-
-    key: str
-    path: str
-    """Relative path on this machine."""
-    size: int
-    version: str = ""
-    sha256: str = ""
-
-
-@dataclass(frozen=True)
-class _Found:
-    """What a URL means."""
-
-    items: tuple[_Item, ...]
-    suffix: str
-    """End of the local path that stands for the URL, behind the folder of the files."""
-
-    @property
-    def digest(self) -> str:
-        content = [self.suffix, *sorted((item.path, item.size, item.version or item.sha256) for item in self.items)]
-        return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
 
 def local_copy(url: str, *, beside: Sequence[str] = (), with_weights: bool = True) -> str:
@@ -88,17 +54,13 @@ def local_copy(url: str, *, beside: Sequence[str] = (), with_weights: bool = Tru
     name, copies = url if with_weights else url + WITHOUT_WEIGHTS, local_copies()
     if name in copies and _use(_entry_of(copies[name])):
         return copies[name]
-    found, store = _resolve(url, beside, with_weights)
-    entry = cache_folder() / f"data-{found.digest}"
+    found, store = resolve(url, beside, with_weights)
+    entry = cache_folder() / f"data-{found.digest(store.url)}"
     if not _use(entry):
-        _download(url, store, found, entry, again=lambda: _resolve(url, beside, with_weights)[0])
+        _download(url, store, found, entry, again=lambda: resolve(url, beside, with_weights)[0])
     path = f"{entry / _FILES}{found.suffix}"
     remember(name, path)
     return path
-
-
-def has_pattern(url: str) -> bool:
-    return glob.has_magic(url)
 
 
 def cache_folder() -> Path:
@@ -106,151 +68,21 @@ def cache_folder() -> Path:
     return Path(os.environ.get(CACHE) or default).absolute()
 
 
+def is_copy(path: Path) -> bool:
+    """Return whether a path lies in the cache, where nobody writes."""
+    return path.absolute().is_relative_to(cache_folder())
+
+
 def _entry_of(path: str) -> Path:
-    return cache_folder() / Path(path).relative_to(cache_folder()).parts[0]
-
-
-# ---------------------------------------------------------------- what a URL means
-
-
-def _resolve(url: str, beside: Sequence[str], with_weights: bool) -> tuple[_Found, ObjectStore]:
-    """Return what a URL means, and the store to whose bucket the keys belong. Raises StoreError."""
-    scheme, _, rest = url.partition("://")
-    bucket, _, key = rest.partition("/")
-    names = [name for name in key.split("/") if name]
-    fixed = next((names[:i] for i, name in enumerate(names) if glob.has_magic(name)), names)
-    if problem := url_error("/".join((f"{scheme}://{bucket}", *fixed))):
-        raise StoreError(f"{url}: {problem}")
-    store = ObjectStore(f"{scheme}://{bucket}")
-    prefix, pattern = "/".join(fixed), "/".join(names[len(fixed) :])
-    if pattern:
-        found = replace(_matching(store, prefix, [pattern], beside, below=False), suffix=f"/{pattern}")
-    else:
-        found = _file(store, prefix, beside) or _run(store, url, prefix) or _below(store, prefix)
-    if not with_weights:
-        found = replace(found, items=tuple(i for i in found.items if not i.path.endswith(".safetensors")))
-    if not found.items:
-        raise StoreError(f"{url}: {_nothing(store, prefix, pattern)}", "missing")
-    _require_distinct_paths(url, found.items)
-    return found, store
-
-
-def _file(store: ObjectStore, key: str, beside: Sequence[str]) -> _Found | None:
-    """Return what the URL of a single object means, or None if there is none."""
-    if not key or (main := store.head(key)) is None:
-        return None
-    folder, _, name = key.rpartition("/")
-    if name.endswith(_MANIFEST):
-        lines = (line.strip() for line in store.read(key)[0].decode(errors="replace").splitlines())
-        patterns = [line for line in lines if line and not line.startswith("#")]
-        listed = _matching(store, folder, patterns, beside, below=True)
-        return _Found((_item(main, folder), *(item for item in listed.items if item.key != key)), f"/{name}")
-    others = (store.head(other) for other in _beside(key, beside) if other != key)
-    objects = [main, *(found for found in others if found is not None)]
-    return _Found(tuple(_item(found, folder) for found in objects), f"/{name}")
-
-
-def _run(store: ObjectStore, url: str, prefix: str) -> _Found | None:
-    """Return the newest or the best checkpoint of a mirrored run, with the small files of the run, or None if there is no run."""
-    is_best, prefix = prefix.endswith(BEST), prefix.removesuffix(BEST)
-    place = ObjectStore("/".join(filter(None, (store.url, prefix))))
-    lineage = Lineage.read(place)
-    if not lineage.version:
-        return None
-    for name in reversed(lineage.saves):
-        if is_best and remote_run.step_of_name(name) != lineage.best_step:
-            continue
-        if (save := remote_run.read_save(place, name)) is not None:
-            local = f"{CHECKPOINTS}/{name.rpartition('-')[0]}"
-            files = {remote_run.key_of(name, file): (f"{local}/{file}", f) for file, f in save.files.items()}
-            files |= {save.key_of_run_file(file): (file, f) for file, f in save.run_files.items()}
-            items = (_Item(f"{prefix}/{key}", path, f.size, sha256=f.sha256) for key, (path, f) in files.items())
-            return _Found(tuple(items), "")
-    raise StoreError(f"{url}: the run has no {'best' if is_best else 'complete'} checkpoint", "missing")
-
-
-def _below(store: ObjectStore, prefix: str) -> _Found:
-    """Return what a prefix means: all objects below it. Of a run folder's checkpoints, only the newest is meant."""
-    is_best = prefix.endswith(BEST)
-    folder = prefix.removesuffix(BEST)
-    items = [_item(found, folder) for found in store.list(f"{folder}/" if folder else "") if _is_data(found, folder)]
-    steps = [step for item in items if (step := _step(item)) is not None]
-    if steps and not is_best:
-        items = [item for item in items if _step(item) in (None, max(steps))]
-    return _Found(tuple(items), BEST if is_best and items else "")
-
-
-def _step(item: _Item) -> int | None:
-    """Return the step of the checkpoint of a run to which a file belongs, or None."""
-    parts = item.path.split("/")
-    return parse_step(parts[1]) if parts[0] == CHECKPOINTS and len(parts) > 2 else None
-
-
-def _matching(store: ObjectStore, prefix: str, patterns: Sequence[str], beside: Sequence[str], below: bool) -> _Found:
-    """Return the objects below a prefix that match one of some patterns. below: also those below a folder that matches."""
-    objects = store.list(f"{prefix}/" if prefix else "") if patterns else []
-    items = {item.path: item for found in objects if _is_data(found, prefix) for item in (_item(found, prefix),)}
-    names = [os.path.normpath(pattern).split("/") for pattern in patterns]
-    found = {path for path in items if any(_matches(pattern, path.split("/"), below) for pattern in names)}
-    found |= {other for path in found for other in _beside(path, beside) if other in items}
-    return _Found(tuple(items[path] for path in sorted(found)), "")
-
-
-def _matches(names: Sequence[str], parts: Sequence[str], below: bool) -> bool:
-    """Return whether the names of a pattern match the parts of a path. ** matches any number of folders."""
-    if not names:
-        return below or not parts
-    if names[0] == "**":
-        return len(names) == 1 or any(_matches(names[1:], parts[i:], below) for i in range(len(parts)))
-    return bool(parts) and fnmatch.fnmatchcase(parts[0], names[0]) and _matches(names[1:], parts[1:], below)
-
-
-def _beside(path: str, names: Sequence[str]) -> list[str]:
-    """Return the paths of files beside a file. *: its name without the ending."""
-    folder, _, name = path.rpartition("/")
-    stem = name.rpartition(".")[0] or name
-    return ["/".join(filter(None, (folder, other.replace("*", stem)))) for other in names]
-
-
-def _item(found: Object, folder: str) -> _Item:
-    return _Item(found.key, found.key.removeprefix(f"{folder}/" if folder else ""), found.size, found.version)
-
-
-def _is_data(found: Object, folder: str) -> bool:
-    """Return whether an object is a file: some programs write an empty object for each folder. Hidden names are no data."""
-    path = _item(found, folder).path
-    return bool(path) and found.key != folder and not path.endswith("/") and not re.search(r"(^|/)\.", path)
-
-
-def _nothing(store: ObjectStore, prefix: str, pattern: str) -> str:
-    """Return the message that a URL means nothing, with the nearest name."""
-    if pattern:
-        return "no object matches the pattern"
-    parent, _, name = prefix.rpartition("/")
-    with suppress(StoreError):
-        return f"there is no such object, and none below it{did_you_mean(name, store.names(parent))}"
-    return "there is no such object, and none below it"
-
-
-def _require_distinct_paths(url: str, items: Sequence[_Item]) -> None:
-    """Raise StoreError if the objects cannot be files: names may be too long, or those of a file and of a folder."""
-    paths = {item.path for item in items}
-    for path in sorted(paths):
-        parts = path.split("/")
-        if any(part in ("", "..") or len(os.fsencode(part)) > 255 or "\0" in part for part in parts):
-            raise StoreError(f"{url}: the object {path!r:.200} has a name that no file can have")
-        above = ("/".join(parts[:i]) for i in range(1, len(parts)))
-        if both := next((folder for folder in above if folder in paths), ""):
-            raise StoreError(f"{url}: {both} is an object and a prefix of others, but cannot be a file and a folder")
-
-
-# ---------------------------------------------------------------- the cache
+    match = re.match(rf"(.*?/data-[0-9a-f]{{16}})/{_FILES}", path)
+    assert match, path
+    return Path(match[1])
 
 
 def _use(entry: Path) -> bool:
     """Return whether an entry is complete. If so, other processes do not remove it until this process ends."""
     try:
-        lock = _held.get(entry) or (entry / _IN_USE).open("r+")
+        lock = _held.pop(entry, None) or (entry / _IN_USE).open("r+")
         fcntl.flock(lock, fcntl.LOCK_SH)
         stamps = read_json_object(entry / _ENTRY)["files"]
         if not os.path.samestat(os.fstat(lock.fileno()), (entry / _IN_USE).stat()):  # removed meanwhile
@@ -269,7 +101,7 @@ def _stamp(path: Path) -> list[int]:
     return [status.st_size, status.st_mtime_ns]
 
 
-def _download(url: str, store: ObjectStore, found: _Found, entry: Path, again: Callable[[], _Found]) -> None:
+def _download(url: str, store: ObjectStore, found: Found, entry: Path, again: Callable[[], Found]) -> None:
     """Download the objects of an entry. Other processes wait. Raises StoreError or OSError."""
     cache, part = entry.parent, entry.with_name(entry.name + _PART)
     try:
@@ -277,7 +109,8 @@ def _download(url: str, store: ObjectStore, found: _Found, entry: Path, again: C
         with file_lock(_lock_of(part)):
             if _use(entry):
                 return
-            shutil.rmtree(entry, ignore_errors=True)  # damaged
+            if entry.exists() and not _remove_unused(entry):
+                raise StoreError(f"{url}: files in {entry} were changed, and other processes use them")
             num_bytes = sum(item.size for item in found.items if not (part / _FILES / item.path).exists())
             _make_room(url, cache, part, num_bytes)
             count = counted(len(found.items), "file")
@@ -297,7 +130,7 @@ def _download(url: str, store: ObjectStore, found: _Found, entry: Path, again: C
         raise
 
 
-def _still_means(found: _Found, again: Callable[[], _Found]) -> bool:
+def _still_means(found: Found, again: Callable[[], Found]) -> bool:
     try:
         return again() == found
     except StoreError as error:
@@ -310,7 +143,7 @@ def _lock_of(part: Path) -> Path:
     return part.with_suffix(".lock")
 
 
-def _download_items(store: ObjectStore, found: _Found, folder: Path, num_bytes: int) -> None:
+def _download_items(store: ObjectStore, found: Found, folder: Path, num_bytes: int) -> None:
     """Download what is missing. Raises the first error."""
     stop = threading.Event()
     with console.progress(num_bytes, "B", "downloading") as bar, ThreadPoolExecutor(_WORKERS) as pool:
@@ -322,7 +155,7 @@ def _download_items(store: ObjectStore, found: _Found, folder: Path, num_bytes: 
             with lock:
                 bar.update(num_bytes)
 
-        def fetch(item: _Item) -> None:
+        def fetch(item: Item) -> None:
             target = folder / item.path
             if target.exists() or stop.is_set():  # complete files have their names
                 return
@@ -337,24 +170,38 @@ def _download_items(store: ObjectStore, found: _Found, folder: Path, num_bytes: 
                 future.result()
         except BaseException:  # also Ctrl-C
             stop.set()
-            pool.shutdown(wait=False, cancel_futures=True)
+            pool.shutdown(cancel_futures=True)
             raise
 
 
 def _make_room(url: str, cache: Path, part: Path, num_bytes: int) -> None:
     """Remove the entries and unfinished downloads that were used least recently, if the disk or the cache would be too full.
     Raises StoreError if that is not enough."""
-    folders = [folder for folder in cache.iterdir() if folder.is_dir() and folder != part]
-    sizes = {folder: sum(f.stat().st_size for f in folder.rglob("*") if f.is_file()) for folder in folders}
-    total, limit = sum(sizes.values()) + num_bytes, _limit_bytes()
-    for folder in sorted(folders, key=_last_use):
-        if total <= limit and shutil.disk_usage(cache).free >= num_bytes:
-            return
-        if _remove_unused(folder):
-            total -= sizes[folder]
-    if (free := shutil.disk_usage(existing_part(cache)).free) < num_bytes:
+    limit = _limit_bytes()
+
+    def is_enough(total: float) -> bool:
+        return total + num_bytes <= limit and shutil.disk_usage(cache).free >= num_bytes
+
+    if not is_enough(0 if limit == float("inf") else limit):
+        folders = [folder for folder in cache.iterdir() if folder.is_dir() and folder != part]
+        sizes = {folder: _size_of(folder) for folder in folders}
+        total = sum(sizes.values())
+        for folder in sorted(folders, key=_last_use):
+            if is_enough(total):
+                break
+            if _remove_unused(folder):
+                total -= sizes[folder]
+    if (free := shutil.disk_usage(cache).free) < num_bytes:
         message = f"{url}: {num_bytes / 1e6:,.1f} MB must be downloaded to {cache}, which has {free / 1e6:,.1f} MB free"
         raise StoreError(f"{message}; {CACHE} names another folder")
+
+
+def _size_of(folder: Path) -> int:
+    size = 0
+    for path in folder.rglob("*"):
+        with suppress(OSError):  # others download and remove files
+            size += path.stat().st_size if path.is_file() else 0
+    return size
 
 
 def _limit_bytes() -> float:
@@ -365,23 +212,27 @@ def _limit_bytes() -> float:
 
 
 def _last_use(folder: Path) -> float:
-    try:
-        return (folder / _ENTRY).stat().st_mtime
-    except OSError:
-        return folder.stat().st_mtime
+    for path in (folder / _ENTRY, folder):
+        with suppress(OSError):
+            return path.stat().st_mtime
+    return 0.0
 
 
 def _remove_unused(folder: Path) -> bool:
     """Remove an entry or an unfinished download, unless a process uses it. Return whether it was removed."""
-    if folder.name.endswith(_PART):
-        if lock_holder(_lock_of(folder)):
+    with suppress(OSError):
+        if folder.name.endswith(_PART):
+            lock = try_lock(_lock_of(folder), 0)
+        else:
+            lock = (folder / _IN_USE).open("r+")
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if isinstance(lock, str):
             return False
-        shutil.rmtree(folder, ignore_errors=True)
-        return True
-    with suppress(OSError), (folder / _IN_USE).open("r+") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        trash = folder.with_name(f"{folder.name}-removed-{os.getpid()}{_PART}")
-        folder.rename(trash)
-        shutil.rmtree(trash, ignore_errors=True)
+        with lock:
+            trash = folder.with_name(f"{folder.name}-removed-{os.getpid()}{_PART}")
+            folder.rename(trash)
+            shutil.rmtree(trash, ignore_errors=True)
+            if folder.name.endswith(_PART):
+                _lock_of(folder).unlink(missing_ok=True)
         return True
     return False

@@ -24,12 +24,11 @@ from pathlib import Path
 from typing import Any
 
 from trainer.base.system import console
-from trainer.base.system.files import is_plain_filename, parse_json_object, sync, temporary_path
+from trainer.base.system.files import file_lock, is_plain_filename, lock_holder, parse_json_object, sync, temporary_path
 from trainer.base.system.object_store import Object, ObjectStore, StoreError
-from trainer.base.system.run_files import MANIFEST, parse_step
+from trainer.base.system.run_files import CHECKPOINTS, MANIFEST, parse_step
 from trainer.base.system.units import GIB
 
-FOLDER = "checkpoints"
 LINEAGE = "lineage.json"
 _MIRROR = "mirror.json"
 _VERSION = 1
@@ -83,7 +82,7 @@ def name_of(checkpoint: Path) -> str:
 
 
 def key_of(name: str, file: str = _MIRROR) -> str:
-    return f"{FOLDER}/{name}/{file}"
+    return f"{CHECKPOINTS}/{name}/{file}"
 
 
 def read_save(store: ObjectStore, name: str) -> Save | None:
@@ -125,9 +124,9 @@ def _relative(path: str) -> str:
 def create_save(store: ObjectStore, save: Save) -> None:
     """Commit a checkpoint whose files are in the store. Raises StoreError of the kind "changed" if another writer has committed
     one of this name with other files."""
-    content = {"version": _VERSION, **asdict(save)}
+    text = json.dumps({"version": _VERSION, **asdict(save)}, indent=1).encode()
     try:
-        store.write(key_of(save.name), json.dumps(content, indent=1).encode(), "")
+        store.write(key_of(save.name), text, "")
     except StoreError as error:
         if error.kind != "changed":
             raise
@@ -136,8 +135,7 @@ def create_save(store: ObjectStore, save: Save) -> None:
         except StoreError as damage:
             if damage.kind != "damaged":
                 raise
-            store.delete([key_of(save.name)])
-            create_save(store, save)
+            store.write(key_of(save.name), text, None)
             return
         if found is None or found.files != save.files:
             raise
@@ -166,6 +164,8 @@ class Lineage:
     """Values of load_step to which the run was rolled back, oldest first."""
     best_step: int = 0
     """Step of the best checkpoint, which is not removed, or 0."""
+    owner: str = ""
+    """Owner of the lease under which this was written."""
     version: str = field(default="", compare=False)
     """ETag of the object. "": it does not exist."""
 
@@ -183,7 +183,14 @@ class Lineage:
             saves = tuple(str(name) for name in found["saves"])
             for name in saves:
                 step_of_name(_plain(name))
-            return cls(int(found["epoch"]), saves, tuple(found["rolled_back_to"]), int(found["best_step"]), version)
+            return cls(
+                int(found["epoch"]),
+                saves,
+                tuple(found["rolled_back_to"]),
+                int(found["best_step"]),
+                str(found["owner"]),
+                version,
+            )
         except (KeyError, TypeError, ValueError):
             raise _damaged(f"{store.name(LINEAGE)} is not the history of a run") from None
 
@@ -200,9 +207,10 @@ class Lineage:
             return replace(self, version=store.write(LINEAGE, text, self.version if is_conditional else None))
         except StoreError as error:
             found = Lineage.read(store) if error.kind == "changed" else None
-            if found != self:  # otherwise only the answer to the write was lost
+            if found is None or found.owner != self.owner:
                 raise
-            return found
+            # Only the answer to a write of this process was lost: to this one, or to the one before.
+            return found if found == self else replace(self, version=found.version).write(store, is_conditional)
 
 
 def fetch(store: ObjectStore, save: Save, folder: Path) -> Path:
@@ -217,9 +225,19 @@ def fetch(store: ObjectStore, save: Save, folder: Path) -> Path:
     Raises:
         StoreError: A file is missing or damaged, or the store cannot be reached.
     """
-    final = folder / save.name.rpartition("-")[0]
+    with file_lock(folder / f".fetch-{save.name}.lock"):  # several commands may ask for the best checkpoint
+        final = folder / save.name.rpartition("-")[0]
+        return final if _is_here(save, final) else _fetch(store, save, final)
+
+
+def _is_here(save: Save, checkpoint: Path) -> bool:
+    return (checkpoint / MANIFEST).exists() and name_of(checkpoint) == save.name
+
+
+def _fetch(store: ObjectStore, save: Save, final: Path) -> Path:
+    folder = final.parent
     staging = folder / f".fetch-{save.name}"
-    staging.mkdir(parents=True, exist_ok=True)
+    staging.mkdir(exist_ok=True)
     console.info(f"fetching {save.name} from {store.url} ({save.num_bytes / GIB:.2f} GiB)")
     with console.progress(save.num_bytes, "B", "fetching") as bar:
         for file, expected in save.files.items():
@@ -231,7 +249,8 @@ def fetch(store: ObjectStore, save: Save, folder: Path) -> Path:
         final.rename(trash)
     staging.rename(final)
     sync(folder)
-    for leftover in (trash, *folder.glob(".fetch-*")):
+    leftovers = [path for path in folder.glob(".fetch-*") if path.is_dir() and not lock_holder(Path(f"{path}.lock"))]
+    for leftover in (trash, *leftovers):
         shutil.rmtree(leftover, ignore_errors=True)
     return final
 
@@ -255,14 +274,14 @@ def find_damage(store: ObjectStore, save: Save) -> str:
 
 def unused_objects(store: ObjectStore, lineage: Lineage) -> list[Object]:
     """Return the objects of checkpoints that are not part of the history: discarded, unfinished or partly removed ones."""
-    kept = tuple(f"{FOLDER}/{name}/" for name in lineage.saves)
-    return [item for item in store.list(f"{FOLDER}/") if not item.key.startswith(kept)]
+    kept = tuple(f"{CHECKPOINTS}/{name}/" for name in lineage.saves)
+    return [item for item in store.list(f"{CHECKPOINTS}/") if not item.key.startswith(kept)]
 
 
 def remove(store: ObjectStore, name: str) -> None:
     """Remove a checkpoint, its manifest first. Raises StoreError."""
     store.delete([key_of(name)])
-    store.delete([item.key for item in store.list(f"{FOLDER}/{name}/")])
+    store.delete([item.key for item in store.list(f"{CHECKPOINTS}/{name}/")])
 
 
 def to_keep(saves: Sequence[str], keep: int, keep_interval_steps: int, best_step: int) -> set[str]:

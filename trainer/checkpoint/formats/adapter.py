@@ -31,8 +31,8 @@ class Adapter:
 
     weights: CheckpointWeights
     """The trained parameters. They are a part of a model."""
-    base: Path
-    """Folder of the base model at training."""
+    base: str
+    """Path or URL of the base model at training."""
     base_digest: str
     text_model: str
     """See Weights.text_model, of the base model."""
@@ -58,7 +58,7 @@ class Adapter:
         weights = CheckpointWeights.open_trained(folder, alone, averaged)
         try:
             lora = dict(weights.model.lora)
-            base, base_digest = Path(lora.pop("base")), str(lora.pop("base_digest"))
+            base, base_digest = str(lora.pop("base")), str(lora.pop("base_digest"))
             text_model = str(lora.pop("text_model", TEXT_MODEL))  # older checkpoints do not name it
             base_format = lora.pop("base_format", "nf4_double (linear scales)")  # as in older checkpoints
             config = LoraConfig(**lora)

@@ -9,6 +9,7 @@ from models.spec import ModelSpec
 from trainer.base.config import ConfigError
 from trainer.base.config.checkpoints import resolve_checkpoint
 from trainer.base.config.recognition import MODEL, is_adapter, pointer_problem, require
+from trainer.base.config.remote_paths import local_path_of
 from trainer.base.system.paths import split_best
 from trainer.base.system.spelling import similar_path
 from trainer.checkpoint import manifest
@@ -66,11 +67,12 @@ def open_weights(
         return open_complete(folder, alone=alone, averaged=averaged)
     with manifest.damage_as_config_error(folder):
         adapter = Adapter.open(folder, alone, averaged)
-    return MergedWeights.of(adapter, _open_base(adapter, base or adapter.base), into_quantized)
+    return MergedWeights.of(adapter, _open_base(adapter, str(base or adapter.base)), into_quantized)
 
 
-def _open_base(adapter: Adapter, folder: Path) -> Weights:
-    """Open the base model of an adapter. folder: of the model, or of the run that trained it. Raises ConfigError."""
+def _open_base(adapter: Adapter, path: str) -> Weights:
+    """Open the base model of an adapter. path: of the model, or of the run that trained it, or its URL. Raises ConfigError."""
+    folder = Path(local_path_of(path))
     if not split_best(folder)[0].is_dir():
         raise ConfigError("", f"{adapter.folder} needs its base model, but {folder} does not exist; use --base PATH")
     alone = adapter.weights.alone

@@ -101,7 +101,7 @@ class _Export:
         return {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
-            "base_model_name_or_path": str(self.adapter.base),
+            "base_model_name_or_path": self.adapter.base,
             "r": config.rank,
             "lora_alpha": alpha,
             "lora_dropout": 0.0,

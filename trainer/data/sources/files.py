@@ -11,12 +11,10 @@ import numpy as np
 
 from trainer.base.config import ConfigError
 from trainer.base.system import console
-from trainer.base.system.paths import Remarks, expand, split_pattern, unreadable, walk
+from trainer.base.system.paths import PATH_LIST, Remarks, expand, listed_paths, split_pattern, unreadable, walk
 from trainer.base.system.spelling import counted, similar_path
 from trainer.data.sources.contents import ending_of, endings_of, kind_of_ending
 from trainer.data.sources.streams import ends_in, is_compressed
-
-MANIFEST = ".manifest"
 
 
 @dataclass
@@ -45,7 +43,7 @@ def find_files(path: str, dataset: str, readers: Sequence[str] = ()) -> tuple[st
             first one that reads any are selected.
     """
     search = _Search(groups=tuple(map(endings_of, readers or (dataset,))))
-    is_manifest = ends_in(path, MANIFEST) and not os.path.isdir(path)
+    is_manifest = ends_in(path, PATH_LIST) and not os.path.isdir(path)
     try:
         root, files = _from_manifest(path, search) if is_manifest else _find(path, "", search)
     except OSError as error:
@@ -149,18 +147,15 @@ def _log(path: str, search: _Search) -> None:
 def _from_manifest(manifest: str, search: _Search) -> tuple[str, list[str]]:
     """Return the common parent folder and the paths of the files that a manifest lists.
 
-    Each line holds a path or pattern, relative to the manifest's folder. Lines that begin with # are comments.
+    Each line holds a path or pattern, relative to the manifest's folder.
     """
     try:
-        with open(manifest, encoding="utf-8-sig") as file:
-            lines = file.read().splitlines()
+        with open(manifest, "rb") as file:
+            entries = list(listed_paths(file.read()))
     except UnicodeDecodeError as error:
         raise ConfigError("data.path", f"{manifest} is not UTF-8 text (byte {error.start})") from None
     listed: dict[str, int] = {}  # file -> line of the manifest
-    for number, line in enumerate(lines, start=1):
-        entry = line.strip()
-        if not entry or entry.startswith("#"):
-            continue
+    for number, entry in entries:
         _, files = _find(entry, os.path.dirname(manifest), search)
         if not files:
             similar = similar_path(os.path.join(os.path.dirname(manifest), entry))
@@ -168,7 +163,7 @@ def _from_manifest(manifest: str, search: _Search) -> tuple[str, list[str]]:
         for name in map(os.path.abspath, files):
             if name in listed:
                 raise ConfigError("data.path", f"{manifest}:{number}: {name} is already listed on line {listed[name]}")
-            if ends_in(name, MANIFEST):
+            if ends_in(name, PATH_LIST):
                 raise ConfigError("data.path", f"{manifest}:{number}: {name} is another manifest; list its lines here")
             listed[name] = number
     return os.path.commonpath([os.path.dirname(name) for name in listed]) if listed else "", list(listed)
