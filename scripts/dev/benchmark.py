@@ -42,7 +42,7 @@ from scripts.dev.contenders import CONTENDERS
 from scripts.dev.continuations import print_continuations
 from scripts.dev.expert_layer import print_experts
 from scripts.dev.generation import print_generation
-from scripts.dev.mirror_cost import print_mirror
+from scripts.dev.mirror_cost import print_upload_cost
 from scripts.dev.peers import MODELS, TOLERANCES, print_peers, print_start
 from trainer.base.config import DataConfig, TokenizerConfig
 from trainer.base.config.argument_types import existing_folder, file_to_write, positive_float, positive_int
@@ -313,7 +313,7 @@ def main() -> None:
         "experts": print_experts,
         "generation": print_generation,
         "continuations": print_continuations,
-        "mirror": print_mirror,
+        "mirror": print_upload_cost,
     }
     runs[args.pop("command")](**args)
 

@@ -54,7 +54,7 @@ def _run(folder: Path, name: str, flags: list[str], steps: int) -> tuple[float, 
     return sum(row["step_time_s"] for row in between), usage.ru_maxrss / 1024
 
 
-def print_mirror(url: str, model: str, threads: int, steps: int, repeats: int) -> None:
+def print_upload_cost(url: str, model: str, threads: int, steps: int, repeats: int) -> None:
     """Print the medians of both ways, in turns, and what the upload of a checkpoint costs.
 
     Args:
