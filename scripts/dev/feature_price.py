@@ -133,9 +133,9 @@ CAPABILITIES = {
     "Samples as the model sees them": "trainer/tools/report/view/* tests/tools/report/view/*",
     # Checkpoints and runs
     "Object stores: URLs, mirror": """
-        trainer/base/system/{object_store,remote_files,remote_run,urls}.py trainer/base/config/remote_paths.py
+        trainer/base/system/{object_store,remote_files,remote_objects,remote_run,urls}.py trainer/base/config/remote_paths.py
         trainer/checkpoint/{lease,mirror,uploads}.py scripts/dev/mirror_cost.py tests/{mirrored_runs,object_stores,s3_proxy}.py
-        tests/base/system/test_{object_store,remote_files}.py tests/checkpoint/test_mirror*.py tests/faults/test_bucket.py""",
+        tests/base/system/test_{object_store,remote_files}.py tests/checkpoint/test_mirror*.py""",
     "Checkpoints, exact resume": """
         trainer/checkpoint/{commit,manager,manifest,resume,tensor_files}.py scripts/checkpoint.py
         tests/checkpoint/test_{commit,crash_points,failed_saves,manifest,resume}.py tests/scripts/test_checkpoint.py""",
