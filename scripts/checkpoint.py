@@ -55,9 +55,9 @@ from trainer.base.config.recognition import is_checkpoint
 from trainer.base.system import console, remote_run
 from trainer.base.system.files import folder_error
 from trainer.base.system.object_store import ObjectStore, StoreError, is_url
-from trainer.base.system.paths import split_best
+from trainer.base.system.paths import BEST, split_best
 from trainer.base.system.remote_run import Lineage
-from trainer.base.system.run_files import CHECKPOINTS, STATE_FILE, parse_step
+from trainer.base.system.run_files import CHECKPOINTS, CONFIG_FILE, STATE_FILE, parse_step
 from trainer.base.system.spelling import counted
 from trainer.checkpoint import manifest
 from trainer.checkpoint.lease import Lease, LeaseLost
@@ -165,6 +165,8 @@ def fetch(store: ObjectStore, lineage: Lineage, args: argparse.Namespace) -> Ite
         save = remote_run.read_save(store, name) if args.step in (None, remote_run.step_of_name(name)) else None
         if save is not None:
             print(remote_run.fetch(store, save, args.out / CHECKPOINTS))
+            if not (args.out / CONFIG_FILE).exists():
+                remote_run.fetch_run_files(store, save, args.out)
             yield True
             return
     which = "complete checkpoint" if args.step is None else f"complete checkpoint of step {args.step}"
@@ -193,6 +195,10 @@ def of_mirror(args: argparse.Namespace) -> list[bool]:
     """Run a command on a mirror. Raises ConfigError."""
     if args.command not in ON_MIRROR:
         raise ConfigError("", f"{args.command} reads a local checkpoint; fetch it first")
+    if args.path.endswith(BEST):
+        raise ConfigError(
+            "", f"{args.path}: name the run without {BEST}; `list` shows the best step, `fetch` takes --step"
+        )
     try:
         store = ObjectStore(args.path)
         lineage = Lineage.read(store)

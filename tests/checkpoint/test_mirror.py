@@ -233,12 +233,26 @@ def test_a_store_that_ignores_conditions_is_noticed(store, monkeypatch):
         (["--checkpoint.mirror", "s3:/b"], "expected a URL such as s3://BUCKET/PREFIX"),
         (["--checkpoint.mirror", "s3a://b/x"], "is a URL of another program; write s3://BUCKET/PREFIX"),
         (["--checkpoint.mirror", "runs/mirror"], "expected a URL such as s3://BUCKET/PREFIX"),
+        (["--checkpoint.mirror", "s3://b/*"], "must contain none of *, ? and [, and must not end in @best"),
+        (["--checkpoint.mirror", "s3://b/x@best"], "must contain none of *, ? and [, and must not end in @best"),
+        (["--checkpoint.mirror", "s3://b/../x"], "must not contain the names . and .."),
         (["--checkpoint.mirror_keep", "2"], "has an effect only with [checkpoint] mirror"),
     ],
 )
 def test_a_wrong_setting_is_one_line(ranks, tiny, tmp_path, flags, message):
     (line,) = ranks(1).run(error_line, [*tiny, *flags, *in_folder(tmp_path / "run")])
     assert message in line and line.startswith(flags[0])
+
+
+def test_a_place_that_holds_something_else_is_named(ranks, argv, store, tmp_path):
+    argv = [*argv, *in_folder(tmp_path / "run")]
+    store.write("notes.txt", b"mine", "")
+    ranks(1).run(train, argv, variables(), 2)
+    assert f"{store.url} holds other objects, such as notes.txt" in (tmp_path / "run" / "log.txt").read_text()
+    at_object = [*argv, "--checkpoint.mirror", f"{store.url}/notes.txt"]
+    assert error_of(ranks, at_object).endswith("notes.txt: is an object; choose another prefix")
+    store.write("lease.json", b"garbage", None)
+    assert error_of(ranks, argv).endswith("lease.json is not the lease of a run; choose another prefix")
 
 
 def test_a_missing_bucket_is_one_line(ranks, argv, tmp_path):

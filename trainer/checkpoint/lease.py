@@ -16,7 +16,7 @@ from trainer.base.system.object_store import ObjectStore, StoreError
 from trainer.base.system.units import duration
 
 LEASE = "lease.json"
-_PROBE = "probe"
+PROBE = "probe"
 """Small object that stays: not everybody who may write may also remove."""
 _POLL_S = 1.0
 
@@ -134,18 +134,18 @@ def _read(store: ObjectStore) -> tuple[dict, str]:
             return {}, ""
         raise
     except ValueError:
-        return {}, version
+        raise StoreError(f"{store.name(LEASE)} is not the lease of a run; choose another prefix", "damaged") from None
 
 
 def honours_conditions(store: ObjectStore) -> bool:
     """Return whether the store refuses to create an object that exists, and to replace another version than the given one. Raises
     StoreError."""
     # Unique contents: another run may probe at the same time.
-    previous = store.write(_PROBE, uuid.uuid4().bytes, None)
-    store.write(_PROBE, uuid.uuid4().bytes, None)
+    previous = store.write(PROBE, uuid.uuid4().bytes, None)
+    store.write(PROBE, uuid.uuid4().bytes, None)
     for version in ("", previous):
         try:
-            store.write(_PROBE, uuid.uuid4().bytes, version)
+            store.write(PROBE, uuid.uuid4().bytes, version)
             return False
         except StoreError as error:
             if error.kind != "changed":

@@ -29,7 +29,7 @@ from trainer.base.system.spelling import counted
 from trainer.base.system.units import GIB, duration
 from trainer.checkpoint import manifest
 from trainer.checkpoint.commit import SaveRequest, prune
-from trainer.checkpoint.lease import Lease, LeaseLost, honours_conditions
+from trainer.checkpoint.lease import LEASE, PROBE, Lease, LeaseLost, honours_conditions
 from trainer.checkpoint.manifest import CorruptError
 from trainer.checkpoint.resume import LINEAGE
 from trainer.checkpoint.uploads import Uploads
@@ -120,6 +120,8 @@ class Mirror:
             try:
                 self._abort_uploads()
                 lineage = Lineage.read(self.store)
+                if not lineage.version:
+                    self._require_own_place()
                 lineage = replace(lineage, epoch=lineage.epoch + 1, owner=self.lease.owner)
                 self.lineage = lineage.write(self.store, self.is_conditional)
                 missing = self._reconcile()
@@ -130,6 +132,16 @@ class Mirror:
         self._left_over.update(missing)
         for path in missing:
             self.add(_request_of(path))
+
+    def _require_own_place(self) -> None:
+        """Warn if the place of a new mirror holds other objects. Raises StoreError if it is an object itself."""
+        parent, _, name = self.store.url.rpartition("/")
+        if parent.count("/") > 2 and ObjectStore(parent).head(name) is not None:
+            raise StoreError(f"{self.store.url}: is an object; choose another prefix")
+        if others := [name for name in self.store.names("") if name not in (LEASE, PROBE)]:
+            console.warning(
+                f"{self.store.url} holds other objects, such as {others[0]}; a prefix of its own is clearer"
+            )
 
     def _abort_uploads(self) -> None:
         try:
@@ -177,7 +189,7 @@ class Mirror:
                 console.warning(f"ignoring a damaged checkpoint: {error}")
                 continue
             try:
-                self._restore_run_files(save)
+                remote_run.fetch_run_files(self.store, save, self.run_folder)
             except StoreError as error:
                 console.warning(f"the records before step {save.step} are not restored: {error}")
             break
@@ -199,16 +211,6 @@ class Mirror:
                 return
             if (save := self.lineage.find(self.store, step)) is not None:
                 remote_run.fetch(self.store, save, self.folder)
-
-    def _restore_run_files(self, save: Save) -> None:
-        for name in save.run_files:
-            path = self.run_folder / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            expected = save.run_files[name]
-            temporary = path.with_name(f".fetch-{path.name}")
-            temporary.unlink(missing_ok=True)
-            self.store.download(save.key_of_run_file(name), temporary, expected.size, sha256=expected.sha256)
-            temporary.replace(path)
 
     @property
     def steps(self) -> list[int]:

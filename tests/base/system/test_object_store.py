@@ -58,7 +58,12 @@ def test_a_wrong_object_is_not_taken_for_the_right_one(bucket, tmp_path):
 URLS = {
     "s3://": "names no bucket",
     "s3a://bucket/x": "write s3://BUCKET/PREFIX",
-    "s3://bucket/a?b=1": "expected a URL",
+    "s3://bucket/a?b=1": "must not contain # or ?",
+    "s3://bucket/a#b": "must not contain # or ?",
+    "S3://bucket/x": "write s3://BUCKET/PREFIX",
+    "s3://bucket/../x": "must not contain the names . and ..",
+    "s3://bu cket/x": "must not contain spaces in the name of the bucket",
+    "s3://bucket//x": "has an empty name between two slashes",
     "http://host/x": "expected a URL",
     "s3:/bucket/x": "expected a URL",
     "s3://bucket/a//b": "has an empty name between two slashes",
@@ -93,6 +98,15 @@ ERRORS = {
         "s3://bucket/x/y: cannot be read: the name of the host host.invalid cannot be resolved",
     ),
 }
+
+
+@pytest.mark.parametrize("address", ["", "nonsense", "127.0.0.1:5000", "s3.example.com/x"])
+@pytest.mark.parametrize("name", ["AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"])
+def test_an_address_that_is_none_is_one_line(bucket, monkeypatch, name, address):
+    monkeypatch.setenv(name, address)
+    with pytest.raises(StoreError) as error:
+        ObjectStore(f"{bucket}/x")
+    assert str(error.value) == f"{name}={address}: expected an address such as https://s3.example.com"
 
 
 @pytest.mark.parametrize("case", ERRORS)

@@ -27,7 +27,7 @@ from trainer.base.system.urls import with_urls
 
 @pytest.fixture
 def prefix(bucket, request):
-    return f"{bucket}/{request.node.name.replace('[', '-').rstrip(']')}"
+    return f"{bucket}/{re.sub('[^a-z0-9]+', '-', request.node.name)}"
 
 
 @pytest.fixture(autouse=True)
@@ -102,6 +102,7 @@ WRONG = {
     "/a.json": "there is no such object, and none below it; did you mean 'a.jsonl'?",
     "/dep": "there is no such object, and none below it; did you mean 'deep'?",
     "/*.csv": "no object matches the pattern",
+    "/a.jsonl?versionId=3": "a query is not supported",
     "-other/x": "there is no such object, and none below it",
 }
 
@@ -114,6 +115,36 @@ def test_a_url_that_means_nothing_is_one_line_and_leaves_nothing(bucket, cache, 
         local_copy(url + end)
     assert str(error.value) == f"{url + end}: {WRONG[end]}"
     assert not cache.exists()
+
+
+LISTED = {"/etc/passwd": "1", "s3://bucket/other/a": "1", "../a": "1", "a.jsonl\n x/../../b": "2"}
+
+
+@pytest.mark.parametrize("entry", LISTED)
+def test_a_list_in_a_bucket_names_only_objects_below_it(prefix, entry):
+    put(prefix, "a.jsonl")
+    put(prefix, "x.manifest", content=entry.encode())
+    with pytest.raises(
+        StoreError, match=rf"x\.manifest:{LISTED[entry]}: .*: in a bucket, a list names objects below its own"
+    ):
+        local_copy(f"{prefix}/x.manifest")
+
+
+def test_a_name_that_exists_is_no_pattern(prefix):
+    put(prefix, "a[1].jsonl", "a1.jsonl", "a?.jsonl")
+    for name in ("a[1].jsonl", "a?.jsonl"):
+        path = Path(local_copy(f"{prefix}/{name}"))
+        assert (path.name, files(path.parent)) == (name, [name])
+
+
+def test_a_cache_that_cannot_be_used_is_one_line(prefix, tmp_path, monkeypatch):
+    put(prefix, "a")
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("MESHWRIGHT_CACHE", str(tmp_path / "file"))
+    with pytest.raises(
+        StoreError, match=r"a: the cache .*/file cannot be used \(.*\); MESHWRIGHT_CACHE names another folder"
+    ):
+        local_copy(f"{prefix}/a")
 
 
 @pytest.mark.parametrize(
@@ -359,8 +390,11 @@ def test_of_a_mirrored_run_the_newest_or_the_best_checkpoint_is_meant(prefix):
         create_save(store, Save(name=name, epoch=1, files={"manifest.json": of}, run_files=run_files))
     Lineage(1, tuple(names), (), 2).write(store, True)
     for end, step in (("", 4), ("@best", 2)):
-        assert files(local_copy(prefix + end)) == [f"checkpoints/step-{step:08}/manifest.json", "config.toml"]
-    assert with_urls(local_copy(f"{prefix}@best") + "/checkpoints/step-2/a") == f"{prefix}/checkpoints/step-2/a"
+        path = local_copy(prefix + end)
+        assert path.endswith(end)
+        assert files(path.removesuffix("@best")) == [f"checkpoints/step-{step:08}/manifest.json", "config.toml"]
+    best = local_copy(f"{prefix}@best").removesuffix("@best")
+    assert with_urls(f"{best}/checkpoints/step-2/a") == f"{prefix}/checkpoints/step-2/a"
     named = local_copy(f"{prefix}/checkpoints/step-00000002")
     assert files(named) == ["manifest.json"] and named.endswith("/files/checkpoints/step-00000002")
     assert local_copy(f"{prefix}/checkpoints/step-00000002/manifest.json") == f"{named}/manifest.json"

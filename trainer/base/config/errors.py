@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from trainer.base.system.streams import printable
+from trainer.base.system.urls import with_urls
 
 
 class ConfigError(Exception):
@@ -15,7 +16,7 @@ class ConfigError(Exception):
 
     def __init__(self, key: str, message: str):
         self.key = key
-        self.message = printable(message)
+        self.message = printable(with_urls(message))
         super().__init__(f"{key}: {self.message}" if key else self.message)
 
     def __reduce__(self) -> tuple:

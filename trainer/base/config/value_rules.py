@@ -22,6 +22,7 @@ from trainer.base.config.schema.tasks import METRICS, PYTHON_IDIOMS, UNUSED, Tas
 from trainer.base.config.schema.training import TrainingConfig
 from trainer.base.system.object_store import url_error
 from trainer.base.system.paths import BEST, path_error
+from trainer.base.system.remote_objects import has_pattern
 from trainer.base.system.spelling import did_you_mean
 
 _WRITTEN = ("run.output_folder", "data.store_folder")
@@ -149,6 +150,8 @@ def _name_rules(config: Config) -> Iterator[tuple[str, object, str]]:
         yield key, message, message
     problem = url_error(config.checkpoint.mirror) if config.checkpoint.mirror else ""
     yield "checkpoint.mirror", problem, problem
+    message = f"must contain none of *, ? and [, and must not end in {BEST}: nobody could read it"
+    yield "checkpoint.mirror", has_pattern(config.checkpoint.mirror) or config.checkpoint.mirror.endswith(BEST), message
     yield "run.name", name.strip() in ("", ".", "..") or {"/", "\\"} & set(name), "must be a single folder name"
     yield "run.name", name.endswith(BEST), f"must not end in {BEST}, which stands for the best checkpoint of a run"
     yield "run.output_folder", not config.run.output_folder.strip(), "must not be empty"

@@ -59,6 +59,9 @@ _REASONS = (
      "the bucket is in another region (AWS_REGION)"),
     (r"AccessDenied|status code: 403|Forbidden", "denied", "access is denied to {names}"),
     (r"status code: 401|Unauthorized", "denied", "the credentials of {names} are refused"),
+    (r"(Path \"[^\"]{0,200}\" contained [^\n]{0,80})|Could not parse path|invalid path", "refused",
+     "an object below has a name that cannot be read: {1}"),
+    (r"Missing (SecretAccessKey|AccessKeyId)", "denied", "of the two keys, one is missing ({ways})"),
     (r"NoSuchKey|status code: 404|not found", "missing", "there is no such object"),
     (r"status code: 412|already exists|PreconditionFailed|ConditionalRequestConflict|status code: 409", "changed",
      "the object has been changed by another writer"),
@@ -73,6 +76,7 @@ _REASONS = (
     (r"status code: (\d+)", "refused", "the store refuses with status {1}"),
 )  # fmt: skip
 """Pattern of obstore's message, which has many lines -> kind of error, and reason."""
+_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 _VARIABLES = {
     "s3": ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"),
     "gs": ("GOOGLE_APPLICATION_CREDENTIALS",),
@@ -103,25 +107,37 @@ class Object:
 def is_url(path: str) -> bool:
     """Return whether a path names an object store."""
     scheme = path.partition("://")[0]
-    return "://" in path and (scheme in SCHEMES or scheme in _OTHER_NAMES)
+    return "://" in path and (scheme in SCHEMES or _ours(scheme) != "")
+
+
+def _ours(scheme: str) -> str:
+    """Return our name of a scheme that other programs write otherwise, or "". It has no capital letters."""
+    lower = scheme.lower()
+    return _OTHER_NAMES.get(lower, lower if lower in SCHEMES and lower != scheme else "")
 
 
 def url_error(url: str) -> str:
     """Return the reason why a text is no URL of an object store, or ""."""
     match = _URL.fullmatch(url)
     scheme = url.partition("://")[0]
-    if scheme in _OTHER_NAMES:
-        return f"is a URL of another program; write {_OTHER_NAMES[scheme]}://BUCKET/PREFIX"
+    if ours := _ours(scheme):
+        return f"is a URL of another program; write {ours}://BUCKET/PREFIX"
+    if scheme in SCHEMES and re.search("[#?]", url):
+        return "must not contain # or ?"
     if scheme not in SCHEMES or match is None:
         return f"expected a URL such as s3://BUCKET/PREFIX; it begins with {', '.join(f'{s}://' for s in SCHEMES)}"
     if scheme == "file" and match["bucket"]:
         return "expected file:/// and an absolute path"
     if scheme != "file" and not match["bucket"]:
         return "names no bucket"
-    if "//" in (match["prefix"] or ""):
+    if {".", ".."} & set(parts := (match["prefix"] or "").rstrip("/").split("/")):
+        return "must not contain the names . and .."
+    if "" in parts and parts != [""]:
         return "has an empty name between two slashes"
     if "@" in match["bucket"]:
         return "must not contain credentials; they are read from the environment"
+    if re.search(r"\s", match["bucket"]):
+        return "must not contain spaces in the name of the bucket"
     if scheme == "file" and not (match["prefix"] or "").strip("/"):
         return "names no folder"
     return ""
@@ -134,6 +150,8 @@ class ObjectStore:
         """Describe a store. No request is made. Raises StoreError if the URL or the credentials cannot be used."""
         if problem := url_error(url):
             raise StoreError(f"{url}: {problem}")
+        if problem := _environment_error():
+            raise StoreError(problem, "denied")
         self.url = url.rstrip("/")
         self.scheme = url.partition("://")[0]
         self._obstore = _package()
@@ -455,8 +473,18 @@ def _package() -> ModuleType:
         raise StoreError("object stores need the package obstore: pip install obstore") from None
 
 
+def _environment_error() -> str:
+    """Return which environment variable cannot be used, or "". The package aborts at an address that is none."""
+    for name in _ENDPOINTS:
+        if name in os.environ and not re.match(r"https?://[^/\s]", os.environ[name]):
+            return f"{name}={os.environ[name]}: expected an address such as https://s3.example.com"
+    if os.environ.get(ETAGS, "") not in ("", "0", "1"):
+        return f"{ETAGS}={os.environ[ETAGS]}: expected 0 or 1"
+    return ""
+
+
 def _client() -> dict[str, Any]:
-    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL", "")
+    endpoint = next((os.environ[name] for name in _ENDPOINTS if name in os.environ), "")
     return _TIMEOUTS | ({"allow_http": True} if endpoint.startswith("http://") else {})
 
 

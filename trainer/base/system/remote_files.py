@@ -127,6 +127,9 @@ def _download(url: str, store: ObjectStore, found: Found, entry: Path, again: Ca
     except (OSError, StoreError) as error:
         if getattr(error, "kind", "") == "disk" or getattr(error, "errno", 0) in (errno.ENOSPC, errno.EDQUOT):
             raise StoreError(f"{url}: no space is left in {cache}; {CACHE} names another folder", "disk") from None
+        if isinstance(error, OSError):
+            problem = f"the cache {cache} cannot be used ({error.strerror})"
+            raise StoreError(f"{url}: {problem}; {CACHE} names another folder") from None
         raise
 
 

@@ -50,6 +50,8 @@ def has_pattern(url: str) -> bool:
 
 def resolve(url: str, beside: Sequence[str], with_weights: bool) -> tuple[Found, ObjectStore]:
     """Return what a URL means, and the store to whose bucket the keys belong. Raises StoreError."""
+    if re.search(r"\?[\w-]+=", url):
+        raise StoreError(f"{url}: a query is not supported")
     scheme, _, rest = url.partition("://")
     bucket, _, key = rest.partition("/")
     names = [name for name in key.split("/") if name]
@@ -58,10 +60,16 @@ def resolve(url: str, beside: Sequence[str], with_weights: bool) -> tuple[Found,
         raise StoreError(f"{url}: {problem}")
     store = ObjectStore(f"{scheme}://{bucket}")
     prefix, pattern = "/".join(fixed), "/".join(names[len(fixed) :])
-    if pattern:
-        found = replace(_matching(store, prefix, [pattern], beside, below=False), suffix=f"/{pattern}")
-    else:
-        found = _file(store, prefix, beside) or _run(store, url, prefix) or _below(store, prefix)
+    try:
+        # A name that exists is no pattern, as on a disk.
+        found = _file(store, "/".join(names), beside)
+        if found is None and pattern:
+            found = replace(_matching(store, prefix, [pattern], beside, below=False), suffix=f"/{pattern}")
+        found = found or _run(store, url, prefix) or _below(store, prefix)
+    except StoreError as error:
+        raise (
+            StoreError(f"{url}: there is no such bucket", error.kind) if error.kind == "no bucket" else error
+        ) from None
     if not with_weights:
         found = replace(found, items=tuple(i for i in found.items if not i.path.endswith(".safetensors")))
     if not found.items:
@@ -76,15 +84,25 @@ def _file(store: ObjectStore, key: str, beside: Sequence[str]) -> Found | None:
         return None
     folder, _, name = key.rpartition("/")
     if name.lower().endswith(PATH_LIST):
-        try:
-            patterns = [entry for _, entry in listed_paths(store.read(key)[0])]
-        except UnicodeDecodeError as error:
-            raise StoreError(f"{store.name(key)} is not UTF-8 text (byte {error.start})") from None
+        patterns = _listed(store, key)
         listed = _matching(store, folder, patterns, beside, below=True)
         return Found((_item(main, folder), *(item for item in listed.items if item.key != key)), f"/{name}")
     others = (store.head(other) for other in _beside(key, beside) if other != key)
     objects = [main, *(found for found in others if found is not None)]
     return Found(tuple(_item(found, folder) for found in objects), f"/{name}")
+
+
+def _listed(store: ObjectStore, key: str) -> list[str]:
+    """Return the paths in a list. Raises StoreError if one leads elsewhere: a list in a bucket must not name local files."""
+    try:
+        entries = list(listed_paths(store.read(key)[0]))
+    except UnicodeDecodeError as error:
+        raise StoreError(f"{store.name(key)} is not UTF-8 text (byte {error.start})") from None
+    for number, entry in entries:
+        if entry.startswith("/") or "://" in entry or ".." in entry.split("/"):
+            message = "in a bucket, a list names objects below its own prefix, relative to it"
+            raise StoreError(f"{store.name(key)}:{number}: {entry}: {message}")
+    return [entry for _, entry in entries]
 
 
 def _run(store: ObjectStore, url: str, prefix: str) -> Found | None:
@@ -102,7 +120,7 @@ def _run(store: ObjectStore, url: str, prefix: str) -> Found | None:
         which = f"checkpoint {named[2]}" if named else "best checkpoint" if is_best else "complete checkpoint"
         raise StoreError(f"{url}: the run has no {which}", "missing")
     items = tuple(replace(item, key=f"{run}/{item.key}") for item in _items_of(save, with_run_files=named is None))
-    return Found(items, f"/{CHECKPOINTS}/{named[2]}{named[3] or ''}" if named else "")
+    return Found(items, f"/{CHECKPOINTS}/{named[2]}{named[3] or ''}" if named else BEST if is_best else "")
 
 
 def _items_of(save: Save, with_run_files: bool) -> list[Item]:
@@ -174,7 +192,7 @@ def _nothing(store: ObjectStore, prefix: str, pattern: str) -> str:
         return "no object matches the pattern"
     parent, _, name = prefix.rpartition("/")
     with suppress(StoreError):
-        return f"there is no such object, and none below it{did_you_mean(name, store.names(parent))}"
+        return f"there is no such object, and none below it{did_you_mean(name, {*store.names(parent)} - {name})}"
     return "there is no such object, and none below it"
 
 

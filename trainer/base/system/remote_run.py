@@ -255,6 +255,17 @@ def _fetch(store: ObjectStore, save: Save, final: Path) -> Path:
     return final
 
 
+def fetch_run_files(store: ObjectStore, save: Save, run_folder: Path) -> None:
+    """Download the small files of a run, as they were when a checkpoint was mirrored. Raises StoreError."""
+    for name, expected in save.run_files.items():
+        path = run_folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f".fetch-{path.name}")
+        temporary.unlink(missing_ok=True)
+        store.download(save.key_of_run_file(name), temporary, expected.size, sha256=expected.sha256)
+        temporary.replace(path)
+
+
 def all_files(save: Save) -> dict[str, RemoteFile]:
     """Return key -> file, for all files of a checkpoint and of the run."""
     of_run = {save.key_of_run_file(path): file for path, file in save.run_files.items()}

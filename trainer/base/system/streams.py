@@ -54,8 +54,8 @@ def without_credentials(text: str) -> str:
 
 def presentable(text: str) -> str:
     """Return a message whose lines are printable and short, so that a value in it can neither control nor fill the console.
-    It has no credentials, and URLs instead of their local copies."""
-    return "\n".join(shorten(printable(line)) for line in with_urls(without_credentials(text)).split("\n"))
+    It has no credentials."""
+    return "\n".join(shorten(printable(line)) for line in without_credentials(text).split("\n"))
 
 
 class ClosedStream(io.TextIOWrapper):
@@ -124,7 +124,7 @@ def flush_standard_streams() -> None:
 def print_line(text: str, stream: TextIO) -> None:
     """Print a line, or several. A full disk, a reader that has exited, or a terminal that is closed or paused stops no run."""
     # In one call: unbuffered, each is a write, between which another process may write.
-    line_stream(stream).write(f"{text}\n")
+    line_stream(stream).write(f"{with_urls(text)}\n")
 
 
 def line_stream(stream: TextIO) -> "QueuedStream":

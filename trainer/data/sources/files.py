@@ -11,6 +11,7 @@ import numpy as np
 
 from trainer.base.config import ConfigError
 from trainer.base.system import console
+from trainer.base.system.object_store import is_url
 from trainer.base.system.paths import PATH_LIST, Remarks, expand, listed_paths, split_pattern, unreadable, walk
 from trainer.base.system.spelling import counted, similar_path
 from trainer.data.sources.contents import ending_of, endings_of, kind_of_ending
@@ -157,6 +158,9 @@ def _from_manifest(manifest: str, search: _Search) -> tuple[str, list[str]]:
     listed: dict[str, int] = {}  # file -> line of the manifest
     for number, entry in entries:
         _, files = _find(entry, os.path.dirname(manifest), search)
+        if not files and is_url(entry):
+            message = "is a URL, which only a list in the bucket can name, relative to itself"
+            raise ConfigError("data.path", f"{manifest}:{number}: {entry} {message}")
         if not files:
             similar = similar_path(os.path.join(os.path.dirname(manifest), entry))
             raise ConfigError("data.path", f"{manifest}:{number}: {entry} matches no file{similar}")

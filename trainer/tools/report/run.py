@@ -4,7 +4,7 @@ import os
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from trainer.base.config import ConfigError
@@ -25,6 +25,7 @@ from trainer.base.system.run_files import (
     step_of,
 )
 from trainer.base.system.streams import without_credentials
+from trainer.base.system.urls import with_urls
 from trainer.tools.report.records import Records, read_records
 
 FILES = (METRICS_FILE, CONFIG_FILE, ENVIRONMENT_FILE)
@@ -167,9 +168,12 @@ def require_run(folder: Path) -> None:
 
 
 def labels(folders: Sequence[Path]) -> list[str]:
-    """Return a short, distinct name for each folder: its own name, or its path if two have the same."""
-    names = [folder.resolve().name for folder in folders]
-    return [str(folder) if names.count(name) > 1 else name for folder, name in zip(folders, names, strict=True)]
+    """Return a short, distinct name for each folder: its own name, or its path if two have the same. A local copy has the name of
+    its URL."""
+    names = [PurePath(with_urls(str(folder.resolve()))).name for folder in folders]
+    return [
+        with_urls(str(folder)) if names.count(name) > 1 else name for folder, name in zip(folders, names, strict=True)
+    ]
 
 
 def require_runs(folders: Sequence[Path]) -> None:
