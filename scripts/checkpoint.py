@@ -54,11 +54,12 @@ from trainer.base.config.checkpoints import best_checkpoint, best_step, list_che
 from trainer.base.config.recognition import is_checkpoint
 from trainer.base.system import console, remote_run
 from trainer.base.system.files import folder_error
-from trainer.base.system.object_store import ObjectStore, StoreError, is_url
+from trainer.base.system.object_store import ObjectStore, is_url
 from trainer.base.system.paths import BEST, split_best
 from trainer.base.system.remote_run import Lineage
 from trainer.base.system.run_files import CHECKPOINTS, CONFIG_FILE, STATE_FILE, parse_step
 from trainer.base.system.spelling import counted
+from trainer.base.system.store_errors import StoreError
 from trainer.checkpoint import manifest
 from trainer.checkpoint.lease import Lease, LeaseLost
 from trainer.checkpoint.manifest import CorruptError

@@ -133,7 +133,8 @@ CAPABILITIES = {
     "Samples as the model sees them": "trainer/tools/report/view/* tests/tools/report/view/*",
     # Checkpoints and runs
     "Object stores: URLs, mirror": """
-        trainer/base/system/{object_store,remote_files,remote_objects,remote_run,urls}.py trainer/base/config/remote_paths.py
+        trainer/base/system/{etags,object_store,remote_files,remote_objects,remote_run,store_errors,urls}.py
+        trainer/base/config/remote_paths.py
         trainer/checkpoint/{lease,mirror,uploads}.py scripts/dev/mirror_cost.py tests/{mirrored_runs,object_stores,s3_proxy}.py
         tests/base/system/test_{object_store,remote_files}.py tests/checkpoint/test_mirror*.py""",
     "Checkpoints, exact resume": """

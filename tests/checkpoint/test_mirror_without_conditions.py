@@ -16,8 +16,9 @@ from tests.object_stores import environment
 from tests.ports import free_port
 from tests.training_runs import in_folder
 from trainer.base.system import remote_run
-from trainer.base.system.object_store import ObjectStore, StoreError
+from trainer.base.system.object_store import ObjectStore
 from trainer.base.system.remote_run import Lineage
+from trainer.base.system.store_errors import StoreError
 from trainer.checkpoint.lease import Lease, LeaseLost, honours_conditions
 
 pytest.importorskip("nanio")

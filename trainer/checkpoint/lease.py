@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from trainer.base.config import ConfigError
 from trainer.base.system import console
 from trainer.base.system.files import parse_json_object
-from trainer.base.system.object_store import ObjectStore, StoreError
+from trainer.base.system.object_store import ObjectStore
+from trainer.base.system.store_errors import StoreError
 from trainer.base.system.units import duration
 
 LEASE = "lease.json"

@@ -20,12 +20,13 @@ import torch.distributed as dist
 from trainer.base.config import CheckpointConfig, ConfigError
 from trainer.base.config.checkpoints import list_checkpoints
 from trainer.base.system import console, remote_run
-from trainer.base.system.files import atomic_write, digest_of, read_json_object
-from trainer.base.system.object_store import ObjectStore, StoreError, sha256_of
+from trainer.base.system.files import atomic_write, digest_of, read_json_object, sha256_of
+from trainer.base.system.object_store import ObjectStore
 from trainer.base.system.process import local_rank
 from trainer.base.system.remote_run import Lineage, RemoteFile, Save, step_of_name
 from trainer.base.system.run_files import CHECKPOINTS, MANIFEST, MIRROR_FILE, step_of
 from trainer.base.system.spelling import counted
+from trainer.base.system.store_errors import StoreError
 from trainer.base.system.units import GIB, duration
 from trainer.checkpoint import manifest
 from trainer.checkpoint.commit import SaveRequest, prune

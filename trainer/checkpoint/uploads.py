@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 
 from trainer.base.system import console
-from trainer.base.system.object_store import StoreError
+from trainer.base.system.store_errors import StoreError
 from trainer.checkpoint.commit import SaveRequest
 from trainer.checkpoint.lease import LeaseLost
 from trainer.checkpoint.manifest import CorruptError

@@ -10,7 +10,9 @@ from tests.object_stores import SECRET
 pytest.importorskip("obstore")
 pytest.importorskip("moto")
 
-from trainer.base.system.object_store import ObjectStore, StoreError, is_url, sha256_of, url_error
+from trainer.base.system.files import sha256_of
+from trainer.base.system.object_store import ObjectStore, is_url, url_error
+from trainer.base.system.store_errors import StoreError
 from trainer.checkpoint import lease
 
 

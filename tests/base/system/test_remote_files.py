@@ -20,8 +20,9 @@ pytest.importorskip("obstore")
 pytest.importorskip("moto")
 
 from trainer.base.system import remote_files
-from trainer.base.system.object_store import ObjectStore, StoreError
+from trainer.base.system.object_store import ObjectStore
 from trainer.base.system.remote_files import local_copy
+from trainer.base.system.store_errors import StoreError
 from trainer.base.system.urls import with_urls
 
 

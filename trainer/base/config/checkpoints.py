@@ -5,10 +5,11 @@ from pathlib import Path
 from trainer.base.config.errors import ConfigError
 from trainer.base.system import remote_run
 from trainer.base.system.files import folder_error, read_json_object
-from trainer.base.system.object_store import ObjectStore, StoreError
+from trainer.base.system.object_store import ObjectStore
 from trainer.base.system.paths import BEST, split_best
 from trainer.base.system.remote_run import Lineage
 from trainer.base.system.run_files import CHECKPOINTS, MIRROR_FILE, STATE_FILE, latest_per_step, step_of
+from trainer.base.system.store_errors import StoreError
 
 
 def list_checkpoints(folder: Path) -> list[Path]:

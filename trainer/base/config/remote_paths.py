@@ -9,10 +9,11 @@ from trainer.base.config.fields import Layer
 from trainer.base.config.schema.data import split_dataset
 from trainer.base.config.tokenizer_and_template import BESIDE_TOKENIZER
 from trainer.base.system.files import describe
-from trainer.base.system.object_store import StoreError, is_url, url_error
+from trainer.base.system.object_store import is_url, url_error
 from trainer.base.system.paths import path_error
 from trainer.base.system.remote_files import local_copy
 from trainer.base.system.remote_objects import has_pattern
+from trainer.base.system.store_errors import StoreError
 
 _DATASETS = ("data.datasets", "evaluation.datasets")
 """Tables of TYPE:PATH."""

@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import glob
+import hashlib
 import json
 import math
 import os
@@ -164,6 +165,10 @@ def hash_of_file(path: Path, hasher: Any) -> str:
         while chunk := file.read(_CHUNK_BYTES):
             hasher.update(chunk)
     return hasher.hexdigest()
+
+
+def sha256_of(path: Path) -> str:
+    return hash_of_file(path, hashlib.sha256())
 
 
 class HashingFile:

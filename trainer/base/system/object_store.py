@@ -11,32 +11,26 @@ import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
 from typing import Any, BinaryIO
 
-from trainer.base.system.files import file_lock, hash_of_file, sync
+from trainer.base.system.etags import ETAGS, PART_BYTES, etag_of, etag_problem, part_bytes
+from trainer.base.system.files import file_lock, sha256_of, sync
 from trainer.base.system.spelling import first_line
-from trainer.base.system.streams import without_credentials
+from trainer.base.system.store_errors import StoreError, failure
 
 SCHEMES = ("s3", "gs", "az", "file")
 """Schemes of the URLs of stores: S3, Google Cloud Storage, Azure, a folder."""
 _OTHER_NAMES = {"s3a": "s3", "s3n": "s3", "gcs": "gs", "azure": "az", "abfs": "az", "abfss": "az", "wasbs": "az"}
 """Schemes of other programs -> ours."""
 _URL = re.compile(r"(?P<scheme>[a-z0-9]+)://(?P<bucket>[^/?#]*)(?:/(?P<prefix>[^?#]*))?")
-_PART_BYTES = 8 * 2**20
-_MAX_PARTS = 10_000
-"""Limit of S3 for one object."""
 _PARTS_AT_ONCE = 2
 """An upload holds at most this number of parts in memory, and one that is read."""
 _CHUNK_BYTES = 2**20
-_USUAL_PARTS = tuple(mib * 2**20 for mib in (5, 8, 10, 15, 16, 25, 32, 50, 64, 100, 128, 256, 512))
-"""Sizes of the parts in which programs upload, which decide the ETag of an object."""
-ETAGS = "MESHWRIGHT_ETAG_IS_MD5"
-"""Environment variable: 0 if ETags of objects without parts are not the MD5 of their contents."""
 _FOLDERS = threading.Lock()
 _ATTEMPTS = 4
 _PAUSE_S = 0.2
@@ -47,52 +41,7 @@ _RETRIES = {
 }
 _TIMEOUTS = {"timeout": "120s", "connect_timeout": "10s"}
 
-_REASONS = (
-    (r"No space left on device|Disk quota exceeded|StorageFull", "disk", "no space is left on the disk"),
-    (r"169\.254\.16[09]\.|metadata\.google|MissingAccessKey|no credentials", "denied", "there are no credentials ({ways})"),
-    (r"ExpiredToken|TokenRefreshRequired|token.{0,40}expired", "denied", "the credentials of {names} have expired"),
-    (r"InvalidAccessKeyId", "denied", "the store does not know the access key of {names}"),
-    (r"SignatureDoesNotMatch", "denied", "the secret key does not belong to the access key of {names}"),
-    (r"RequestTimeTooSkewed", "denied", "the clock of this machine differs from that of the store"),
-    (r"NoSuchBucket|InvalidBucketName|ContainerNotFound", "no bucket", "there is no such bucket"),
-    (r"PermanentRedirect|AuthorizationHeaderMalformed|status code: 301", "denied",
-     "the bucket is in another region (AWS_REGION)"),
-    (r"AccessDenied|status code: 403|Forbidden", "denied", "access is denied to {names}"),
-    (r"status code: 401|Unauthorized", "denied", "the credentials of {names} are refused"),
-    (r"(Path \"[^\"]{0,200}\" contained [^\n]{0,80})|Could not parse path|invalid path", "refused",
-     "an object below has a name that cannot be read: {1}"),
-    (r"Missing (SecretAccessKey|AccessKeyId)", "denied", "of the two keys, one is missing ({ways})"),
-    (r"NoSuchKey|status code: 404|not found", "missing", "there is no such object"),
-    (r"status code: 412|already exists|PreconditionFailed|ConditionalRequestConflict|status code: 409", "changed",
-     "the object has been changed by another writer"),
-    (r"SlowDown|status code: 503|status code: 429", "busy", "the store is overloaded"),
-    (r"dns error|failed to lookup|Name or service not known", "unreachable", "the name of the host {host} cannot be resolved"),
-    (r"certificate|tls|TLS|SSL|handshake|InvalidContentType", "unreachable", "the TLS connection to {host} fails"),
-    (r"kind: Interrupted|error decoding response body|IncompleteMessage|ConnectionReset|BrokenPipe", "lost",
-     "the connection to {host} was lost"),
-    (r"timed out|TimedOut|operation timed out", "unreachable", "{host} does not answer in time"),
-    (r"kind: Connect|Connection refused|connection error", "unreachable", "{host} cannot be reached"),
-    (r"status code: (5\d\d)", "busy", "the store fails with status {1}"),
-    (r"status code: (\d+)", "refused", "the store refuses with status {1}"),
-)  # fmt: skip
-"""Pattern of obstore's message, which has many lines -> kind of error, and reason."""
 _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
-_VARIABLES = {
-    "s3": ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"),
-    "gs": ("GOOGLE_APPLICATION_CREDENTIALS",),
-    "az": ("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT_KEY"),
-    "file": (),
-}
-
-
-class StoreError(Exception):
-    """Failure of a request. The message is one line with the object, the operation and the reason, without credentials."""
-
-    def __init__(self, message: str, kind: str = "other"):
-        super().__init__(without_credentials(message))
-        self.kind = kind
-        """"missing", "damaged", "changed", "denied", "no bucket", "refused", "busy", "lost", "unreachable",
-        "disk", "stopped" or "other"."""
 
 
 @dataclass(frozen=True)
@@ -165,7 +114,7 @@ class ObjectStore:
                 options["mkdir"] = True
             self._store = self._obstore.store.from_url(self.url, **options)
         except Exception as error:
-            raise self._failure("", "opened", error) from None
+            raise failure(self.url, self.scheme, "opened", error) from None
 
     def read(self, key: str) -> tuple[bytes, str]:
         """Return the content of a small object, and its version."""
@@ -214,10 +163,10 @@ class ObjectStore:
             hasher = hashlib.sha256()
             with path.open("rb") as file:
                 chunks = _chunks(file, hasher, pace)
-                if (size := path.stat().st_size) <= _PART_BYTES:
+                if (size := path.stat().st_size) <= PART_BYTES:
                     self._obstore.put(self._store, key, b"".join(chunks), use_multipart=False)
                 else:
-                    parts = {"chunk_size": _part_bytes(size), "max_concurrency": _PARTS_AT_ONCE}
+                    parts = {"chunk_size": part_bytes(size), "max_concurrency": _PARTS_AT_ONCE}
                     self._obstore.put(self._store, key, chunks, use_multipart=True, **parts)
             return hasher.hexdigest()
 
@@ -277,7 +226,7 @@ class ObjectStore:
             elif sha256 and sha256_of(path) != sha256:
                 problem = "does not match its SHA-256"
             elif self.scheme == "s3" and not sha256:
-                problem = _etag_problem(path, version, seen)
+                problem = etag_problem(path, version, seen)
             if problem:
                 if found >= size:  # otherwise the next attempt continues
                     path.unlink()
@@ -331,12 +280,7 @@ class ObjectStore:
         ETag is no hash, return False."""
         if (found := self.head(key)) is None or found.size != path.stat().st_size:
             return False
-        if found.size <= _PART_BYTES:
-            etag = hash_of_file(path, hashlib.md5(usedforsecurity=False))
-        else:
-            part = _part_bytes(found.size)
-            etag = f"{_md5_of_parts(path, part)}-{-(-found.size // part)}"
-        return found.version.strip('"') == etag
+        return found.version.strip('"') == etag_of(path)
 
     def delete(self, keys: Iterable[str]) -> None:
         """Remove objects. Those that do not exist are ignored."""
@@ -374,37 +318,20 @@ class ObjectStore:
         while True:
             try:
                 return request()
-            except StoreError as failure:
-                error = failure
-            except OSError as failure:
-                if type(failure) is not FileNotFoundError and failure.filename:  # a local file
+            except StoreError as caught:
+                error = caught
+            except OSError as caught:
+                if type(caught) is not FileNotFoundError and caught.filename:  # a local file
                     raise
-                error = self._failure(key, verb, failure)
-            except Exception as failure:
-                error = self._failure(key, verb, failure)
+                error = failure(self.name(key), self.scheme, verb, caught)
+            except Exception as caught:
+                error = failure(self.name(key), self.scheme, verb, caught)
             attempts[error.kind] += 1
             # A damaged object may have been changed on the way. The package has tried often to reach a host.
             most = {"damaged": 2, **dict.fromkeys(("busy", "lost", "other"), _ATTEMPTS)}.get(error.kind, 1)
             if attempts[error.kind] >= most:
                 raise error from None
             time.sleep(_PAUSE_S * 4 ** attempts[error.kind])
-
-    def _failure(self, key: str, verb: str, error: Exception) -> StoreError:
-        """Return an error with the reason that obstore's message contains."""
-        text = str(error)
-        names = " and ".join(name for name in _VARIABLES[self.scheme] if name in os.environ) or "this machine"
-        host = re.search(r"https?://([^/\s\",?]+)", text)
-        words: Mapping[str, str] = {
-            "names": names,
-            "ways": f"set {' and '.join(_VARIABLES[self.scheme])}, or use the role of the machine",
-            "host": host[1] if host else "the store",
-        }
-        for pattern, kind, reason in _REASONS:
-            if match := re.search(pattern, text):
-                text = reason.format(match[0], *match.groups(), **words)
-                return StoreError(f"{self.name(key)}: cannot be {verb}: {text}", kind)
-        first = text.splitlines()[0] if text else type(error).__name__
-        return StoreError(f"{self.name(key)}: cannot be {verb}: {re.sub(r'Error performing .*? - ', '', first)[:200]}")
 
 
 def _chunks(file: BinaryIO, hasher: Any, pace: Callable[[int], None]) -> Iterator[bytes]:
@@ -413,51 +340,6 @@ def _chunks(file: BinaryIO, hasher: Any, pace: Callable[[int], None]) -> Iterato
         pace(len(chunk))
         hasher.update(chunk)
         yield chunk
-
-
-def _part_bytes(size: int) -> int:
-    """Return the size of the parts in which a file of this size is uploaded."""
-    return max(_PART_BYTES, -(-size // _MAX_PARTS))
-
-
-def sha256_of(path: Path) -> str:
-    return hash_of_file(path, hashlib.sha256())
-
-
-def _etag_problem(path: Path, etag: str, seen: set[str]) -> str:
-    """Return how a downloaded file differs from its ETag, or "".
-
-    Args:
-        path: The file.
-        etag: The MD5 of the content, or that of the MD5s of its parts, with their number. Another text says nothing.
-        seen: SHA-256 of earlier downloads, if the parts have an unknown size. Receives that of this one.
-    """
-    match = re.fullmatch(r'"?([0-9a-f]{32})(?:-(\d+))?"?', etag)
-    if match is None:
-        return ""
-    if match[2] is None:
-        is_md5 = os.environ.get(ETAGS) == "0" or hash_of_file(path, hashlib.md5(usedforsecurity=False)) == match[1]
-        return "" if is_md5 else f"does not match its MD5 (if the bucket is encrypted with keys of KMS, set {ETAGS}=0)"
-    usual = [part for part in _USUAL_PARTS if -(-path.stat().st_size // part) == int(match[2])]
-    if any(_md5_of_parts(path, part) == match[1] for part in usual) or (digest := sha256_of(path)) in seen:
-        return ""
-    seen.add(digest)
-    return "differs between downloads"
-
-
-def _md5_of_parts(path: Path, part_bytes: int) -> str:
-    """Return the MD5 of the MD5s of the parts of a file."""
-    digests = hashlib.md5(usedforsecurity=False)
-    with path.open("rb") as file:
-        left = path.stat().st_size
-        while left > 0:
-            hasher, of_part = hashlib.md5(usedforsecurity=False), min(part_bytes, left)
-            left -= of_part
-            while of_part and (chunk := file.read(min(_CHUNK_BYTES, of_part))):
-                hasher.update(chunk)
-                of_part -= len(chunk)
-            digests.update(hasher.digest())
-    return digests.hexdigest()
 
 
 def _content(result: Any) -> tuple[bytes, str]:

@@ -24,9 +24,10 @@ from typing import Any, TextIO
 
 from trainer.base.system import console
 from trainer.base.system.files import atomic_write, file_lock, read_json_object, try_lock
-from trainer.base.system.object_store import ObjectStore, StoreError
+from trainer.base.system.object_store import ObjectStore
 from trainer.base.system.remote_objects import Found, Item, resolve
 from trainer.base.system.spelling import counted
+from trainer.base.system.store_errors import StoreError
 from trainer.base.system.streams import print_error
 from trainer.base.system.urls import WITHOUT_WEIGHTS, local_copies, remember
 

@@ -11,11 +11,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from trainer.base.system.object_store import Object, ObjectStore, StoreError, url_error
+from trainer.base.system.object_store import Object, ObjectStore, url_error
 from trainer.base.system.paths import BEST, PATH_LIST, listed_paths
 from trainer.base.system.remote_run import Lineage, Save, key_of, read_save, step_of_name
 from trainer.base.system.run_files import CHECKPOINTS, parse_step
 from trainer.base.system.spelling import did_you_mean
+from trainer.base.system.store_errors import StoreError
 
 
 @dataclass(frozen=True)

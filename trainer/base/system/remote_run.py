@@ -25,8 +25,9 @@ from typing import Any
 
 from trainer.base.system import console
 from trainer.base.system.files import file_lock, is_plain_filename, lock_holder, parse_json_object, sync, temporary_path
-from trainer.base.system.object_store import Object, ObjectStore, StoreError
+from trainer.base.system.object_store import Object, ObjectStore
 from trainer.base.system.run_files import CHECKPOINTS, MANIFEST, parse_step
+from trainer.base.system.store_errors import StoreError
 from trainer.base.system.units import GIB
 
 LINEAGE = "lineage.json"
