@@ -329,13 +329,10 @@ class Mirror:
 
     def _run_files(self) -> list[str]:
         """Return the paths of the small files of the run in its folder."""
-        found = []
-        for path in sorted(self.run_folder.rglob("*")):
-            name = path.relative_to(self.run_folder).as_posix()
-            is_own = name.partition("/")[0] not in _NOT_MIRRORED and not path.name.startswith(".")
-            if is_own and path.is_file() and not path.is_symlink() and path.stat().st_size <= _LARGEST_RUN_FILE:
-                found.append(name)
-        return found
+        # Not below all folders: checkpoints appear and disappear while they are written.
+        own = [path for path in self.run_folder.iterdir() if path.name not in _NOT_MIRRORED]
+        below = [inner for path in own if path.is_dir() and not path.is_symlink() for inner in path.rglob("*")]
+        return sorted(path.relative_to(self.run_folder).as_posix() for path in (*own, *below) if _is_small_file(path))
 
     def _with_run_files(self, save: Save) -> Save:
         """Upload the small files of the run."""
@@ -412,6 +409,11 @@ class Mirror:
     def close(self) -> None:
         """End the threads, without waiting for an upload."""
         self.uploads.ended.set()
+
+
+def _is_small_file(path: Path) -> bool:
+    is_file = path.is_file() and not path.is_symlink() and not path.name.startswith(".")
+    return is_file and path.stat().st_size <= _LARGEST_RUN_FILE
 
 
 def _request_of(path: Path) -> SaveRequest:

@@ -305,7 +305,7 @@ LOAD = """
 import sys
 from trainer.base.system.remote_files import local_copy
 path = local_copy(sys.argv[1])
-print(path)
+print(path, flush=True)
 sys.stdin.read()
 """
 
