@@ -162,16 +162,13 @@ def verify_mirror(store: ObjectStore, lineage: Lineage, args: argparse.Namespace
 def fetch(store: ObjectStore, lineage: Lineage, args: argparse.Namespace) -> Iterator[bool]:
     if args.out is None:
         raise ConfigError("", "fetch needs the run folder to download into")
-    for name in reversed(lineage.saves):
-        save = remote_run.read_save(store, name) if args.step in (None, remote_run.step_of_name(name)) else None
-        if save is not None:
-            print(remote_run.fetch(store, save, args.out / CHECKPOINTS))
-            if not (args.out / CONFIG_FILE).exists():
-                remote_run.fetch_run_files(store, save, args.out)
-            yield True
-            return
-    which = "complete checkpoint" if args.step is None else f"complete checkpoint of step {args.step}"
-    raise ConfigError("", f"{args.path} has no {which}")
+    if (save := lineage.find(store, args.step)) is None:
+        which = "complete checkpoint" if args.step is None else f"complete checkpoint of step {args.step}"
+        raise ConfigError("", f"{args.path} has no {which}")
+    print(remote_run.fetch(store, save, args.out / CHECKPOINTS))
+    if not (args.out / CONFIG_FILE).exists():
+        remote_run.fetch_run_files(store, save, args.out)
+    yield True
 
 
 def prune(store: ObjectStore, lineage: Lineage, args: argparse.Namespace) -> Iterator[bool]:

@@ -11,7 +11,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -265,9 +265,8 @@ class Mirror:
         name, files = remote_run.name_of(path), manifest.read(path).files
         if name not in self._committed:
             nodes = 1 if path in self._left_over else self.nodes
-            own = self._upload_files(
-                path, name, [file for file in files if nodes == 1 or self._node_of(file) == self.node]
-            )
+            share = {file: f.digest for file, f in files.items() if nodes == 1 or self._node_of(file) == self.node}
+            own = self._upload_files(path, name, share)
             if self.node:
                 self._put_share(path, own)
                 return
@@ -304,11 +303,16 @@ class Mirror:
         rank = file.removeprefix("rank-").partition(".")[0]
         return int(rank) // self.ranks_per_node if rank.isdigit() else 0
 
-    def _upload_files(self, path: Path, name: str, files: Sequence[str]) -> dict[str, RemoteFile]:
-        """Upload files of a checkpoint. Another node's rank 0 learns if one of them is damaged. Raises CorruptError."""
-        digests = manifest.read(path).files
+    def _upload_files(self, path: Path, name: str, digests: Mapping[str, str]) -> dict[str, RemoteFile]:
+        """Upload files of a checkpoint. Another node's rank 0 learns if one of them is damaged. Raises CorruptError.
+
+        Args:
+            path: The checkpoint.
+            name: Its name in the store.
+            digests: File -> the hash with which it was committed.
+        """
         try:
-            return {file: self._upload_file(path, name, file, digests[file].digest) for file in files}
+            return {file: self._upload_file(path, name, file, digest) for file, digest in digests.items()}
         except CorruptError:
             if self.node:
                 self._put_share(path, None)

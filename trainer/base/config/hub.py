@@ -22,7 +22,7 @@ from trainer.base.config.packages import require_package
 from trainer.base.config.recognition import Use, recognise, recognise_published
 from trainer.base.config.schema.data import COMPRESSED, READER_OF_ENDING
 from trainer.base.system import console
-from trainer.base.system.files import atomic_write, file_lock, read_json_object
+from trainer.base.system.files import atomic_write, file_lock, read_json_object, stamp
 from trainer.base.system.paths import split_best
 from trainer.base.system.spelling import counted
 from trainer.base.system.streams import print_error
@@ -203,7 +203,7 @@ def _verify(snapshot: Path, name: str, hashes: Mapping[str, str], contents: Cont
     verified = _record(snapshot).get(snapshot.name, {}).get(_VERIFIED, {})
 
     def is_intact(file: str) -> bool:
-        if verified.get(file) == _stamp(snapshot / file):
+        if verified.get(file) == stamp(snapshot / file):
             return True
         return not re.fullmatch("[0-9a-f]{40}|[0-9a-f]{64}", hashes[file]) or _hash(snapshot / file, hashes[file])
 
@@ -219,7 +219,7 @@ def _verify(snapshot: Path, name: str, hashes: Mapping[str, str], contents: Cont
     if contents == "weights" and (problem := recognise(snapshot, "weights").problem):
         raise ConfigError(_SETTING, f"{name} {problem}")
     with suppress(OSError, ValueError):  # the cache of a cluster may be read-only
-        stamps = {_VERIFIED: verified | {file: _stamp(snapshot / file) for file in hashes}}
+        stamps = {_VERIFIED: verified | {file: stamp(snapshot / file) for file in hashes}}
         _note(snapshot, stamps | ({_COMPLETE: contents} if is_complete else {}))
 
 
@@ -254,14 +254,9 @@ def _is_complete(snapshot: Path, contents: Contents) -> bool:
     try:
         entry = _record(snapshot)[snapshot.name]
         is_enough = order.index(entry[_COMPLETE]) >= order.index(contents)
-        return is_enough and all(_stamp(snapshot / file) == stamp for file, stamp in entry[_VERIFIED].items())
+        return is_enough and all(stamp(snapshot / file) == noted for file, noted in entry[_VERIFIED].items())
     except (OSError, KeyError, TypeError, ValueError, AttributeError):
         return False
-
-
-def _stamp(file: Path) -> list[int]:
-    status = file.stat()
-    return [status.st_size, status.st_mtime_ns]
 
 
 def _size(num_bytes: float) -> str:

@@ -167,6 +167,12 @@ def hash_of_file(path: Path, hasher: Any) -> str:
     return hasher.hexdigest()
 
 
+def stamp(path: Path) -> list[int]:
+    """Return the size and the modification time (ns) of a file, by which a change is noticed."""
+    status = path.stat()
+    return [status.st_size, status.st_mtime_ns]
+
+
 def sha256_of(path: Path) -> str:
     return hash_of_file(path, hashlib.sha256())
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from trainer.base.system import console
-from trainer.base.system.files import atomic_write, file_lock, read_json_object, try_lock
+from trainer.base.system.files import atomic_write, file_lock, read_json_object, stamp, try_lock
 from trainer.base.system.object_store import ObjectStore
 from trainer.base.system.remote_objects import Found, Item, resolve
 from trainer.base.system.spelling import counted
@@ -88,18 +88,13 @@ def _use(entry: Path) -> bool:
         stamps = read_json_object(entry / _ENTRY)["files"]
         if not os.path.samestat(os.fstat(lock.fileno()), (entry / _IN_USE).stat()):  # removed meanwhile
             return False
-        if any(_stamp(entry / _FILES / path) != stamp for path, stamp in stamps.items()):
+        if any(stamp(entry / _FILES / path) != noted for path, noted in stamps.items()):
             return False
         os.utime(entry / _ENTRY)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
     _held[entry] = lock
     return True
-
-
-def _stamp(path: Path) -> list[int]:
-    status = path.stat()
-    return [status.st_size, status.st_mtime_ns]
 
 
 def _download(url: str, store: ObjectStore, found: Found, entry: Path, again: Callable[[], Found]) -> None:
@@ -119,7 +114,7 @@ def _download(url: str, store: ObjectStore, found: Found, entry: Path, again: Ca
             _download_items(store, found, part / _FILES, num_bytes)
             if not _still_means(found, again):
                 raise StoreError(f"{url}: the objects have changed during the download; start again", "changed")
-            stamps = {item.path: _stamp(part / _FILES / item.path) for item in found.items}
+            stamps = {item.path: stamp(part / _FILES / item.path) for item in found.items}
             (part / _IN_USE).touch()
             atomic_write(part / _ENTRY, json.dumps({"url": url, "files": stamps}))
             part.rename(entry)

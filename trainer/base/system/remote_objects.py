@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from trainer.base.system.object_store import Object, ObjectStore, url_error
 from trainer.base.system.paths import BEST, PATH_LIST, listed_paths
-from trainer.base.system.remote_run import Lineage, Save, key_of, read_save, step_of_name
+from trainer.base.system.remote_run import Lineage, Save, key_of
 from trainer.base.system.run_files import CHECKPOINTS, parse_step
 from trainer.base.system.spelling import did_you_mean
 from trainer.base.system.store_errors import StoreError
@@ -116,8 +116,7 @@ def _run(store: ObjectStore, url: str, prefix: str) -> Found | None:
     if not lineage.version:
         return None
     step = parse_step(named[2]) if named else lineage.best_step if is_best else None
-    saves = (read_save(place, name) for name in reversed(lineage.saves) if step in (None, step_of_name(name)))
-    if (save := next(filter(None, saves), None)) is None:
+    if (save := lineage.find(place, step)) is None:
         which = f"checkpoint {named[2]}" if named else "best checkpoint" if is_best else "complete checkpoint"
         raise StoreError(f"{url}: the run has no {which}", "missing")
     items = tuple(replace(item, key=f"{run}/{item.key}") for item in _items_of(save, with_run_files=named is None))
@@ -125,7 +124,7 @@ def _run(store: ObjectStore, url: str, prefix: str) -> Found | None:
 
 
 def _items_of(save: Save, with_run_files: bool) -> list[Item]:
-    folder = f"{CHECKPOINTS}/{save.name.rpartition('-')[0]}"
+    folder = f"{CHECKPOINTS}/{save.local_name}"
     items = [
         Item(key_of(save.name, name), f"{folder}/{name}", f.size, sha256=f.sha256) for name, f in save.files.items()
     ]

@@ -60,6 +60,11 @@ class Save:
     def step(self) -> int:
         return step_of_name(self.name)
 
+    @property
+    def local_name(self) -> str:
+        """Name of the folder on a disk."""
+        return self.name.rpartition("-")[0]
+
     def key_of_run_file(self, path: str) -> str:
         return key_of(self.name, f"run-{self.epoch}/{path}")
 
@@ -195,9 +200,9 @@ class Lineage:
         except (KeyError, TypeError, ValueError):
             raise _damaged(f"{store.name(LINEAGE)} is not the history of a run") from None
 
-    def find(self, store: ObjectStore, step: int) -> Save | None:
-        """Return the checkpoint of a step, or None. Raises StoreError."""
-        names = [name for name in reversed(self.saves) if step_of_name(name) == step]
+    def find(self, store: ObjectStore, step: int | None) -> Save | None:
+        """Return the newest complete checkpoint, of a step unless this is None, or None if there is none. Raises StoreError."""
+        names = [name for name in reversed(self.saves) if step in (None, step_of_name(name))]
         return next((save for name in names if (save := read_save(store, name)) is not None), None)
 
     def write(self, store: ObjectStore, is_conditional: bool) -> "Lineage":
@@ -227,7 +232,7 @@ def fetch(store: ObjectStore, save: Save, folder: Path) -> Path:
         StoreError: A file is missing or damaged, or the store cannot be reached.
     """
     with file_lock(folder / f".fetch-{save.name}.lock"):  # several commands may ask for the best checkpoint
-        final = folder / save.name.rpartition("-")[0]
+        final = folder / save.local_name
         return final if _is_here(save, final) else _fetch(store, save, final)
 
 
