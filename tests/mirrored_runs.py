@@ -1,8 +1,9 @@
 """Runs with a mirror in a bucket, on the ranks of the tests."""
 
 import os
-from collections.abc import Mapping
-from contextlib import ExitStack
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from unittest import mock
 
@@ -15,6 +16,7 @@ from trainer.base.config.load import load_config
 from trainer.base.system import object_store
 from trainer.build import build_trainer
 from trainer.checkpoint import uploads
+from trainer.checkpoint.lease import Lease
 from trainer.checkpoint.mirror import open_mirror
 from trainer.run.resolve import resolve
 from trainer.run.run_folder import acquire_lock, resume_point
@@ -83,6 +85,24 @@ def train_or_error(argv: list[str], variables: Mapping[str, str]) -> tuple[str, 
         return train(argv, variables)
     except ConfigError as error:
         return config.explain(error)
+
+
+@contextmanager
+def renewed(lease: Lease) -> Iterator[None]:
+    """Context manager in which a thread renews a lease."""
+    end = threading.Event()
+
+    def renew() -> None:
+        while not end.wait(0.2):
+            lease.renew()
+
+    thread = threading.Thread(target=renew)
+    thread.start()
+    try:
+        yield
+    finally:
+        end.set()
+        thread.join()
 
 
 def losses(folder) -> list:

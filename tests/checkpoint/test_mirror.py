@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from tests.mirrored_runs import losses, train, train_or_error, variables
+from tests.mirrored_runs import losses, renewed, train, train_or_error, variables
 from tests.object_stores import SECRET
 from tests.training_runs import error_line, in_folder
 from trainer.base.config import ConfigError
@@ -178,29 +178,11 @@ def test_an_old_disk_that_comes_back_continues_from_the_store(ranks, argv, undis
 
 def test_a_live_lease_stops_a_second_run(store):
     first = Lease.acquire(store, 2.0, True, "")
-    with pytest.raises(ConfigError, match="is in use by process"):
-        acquire_while_renewed(store, first)
+    with renewed(first), pytest.raises(ConfigError, match="is in use by process"):
+        Lease.acquire(store, 2.0, True, "")
     first.release()
     second = Lease.acquire(store, 60.0, True, "")
     assert second.owner != first.owner
-
-
-def acquire_while_renewed(store, first):
-    import threading
-
-    end = threading.Event()
-
-    def renew():
-        while not end.wait(0.3):
-            first.renew()
-
-    thread = threading.Thread(target=renew)
-    thread.start()
-    try:
-        Lease.acquire(store, 2.0, True, "")
-    finally:
-        end.set()
-        thread.join()
 
 
 def test_a_dead_lease_is_taken_over_and_its_owner_writes_no_more(store):

@@ -4,14 +4,13 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from unittest import mock
 
 import pytest
 
-from tests.mirrored_runs import losses, train, train_or_error, variables
+from tests.mirrored_runs import losses, renewed, train, train_or_error, variables
 from tests.object_stores import environment
 from tests.ports import free_port
 from tests.training_runs import in_folder
@@ -69,19 +68,8 @@ def test_the_store_is_named_and_the_run_continues_on_an_empty_disk(ranks, argv, 
 def test_a_second_run_is_stopped_by_a_live_lease(ranks, argv, store, tmp_path):
     assert not honours_conditions(store)
     first = Lease.acquire(store, 1.0, False, "")
-    end = threading.Event()
-
-    def renew():
-        while not end.wait(0.2):
-            first.renew()
-
-    thread = threading.Thread(target=renew)
-    thread.start()
-    try:
+    with renewed(first):
         (line,) = ranks(1).run(train_or_error, [*argv, *in_folder(tmp_path / "run")], variables())
-    finally:
-        end.set()
-        thread.join()
     assert f"{store.url} is in use by process" in line
 
 

@@ -203,15 +203,14 @@ class Mirror:
             atomic_write(self.folder / LINEAGE, json.dumps({"rolled_back_to": self.lineage.rolled_back_to}))
         if self.config.load_step and self.config.load_step not in self.lineage.rolled_back_to[-1:]:
             step = self.lineage.best_step if self.config.load_step == "best" else self.config.load_step
-            self.fetch_step(int(step))
+            self._fetch_step(int(step))
 
-    def fetch_step(self, step: int) -> None:
-        """Fetch the checkpoint of a step if the store has it and the disk lacks it. Raises ConfigError."""
-        with _as_config_error():
-            if step in map(step_of, list_checkpoints(self.folder)):
-                return
-            if (save := self.lineage.find(self.store, step)) is not None:
-                remote_run.fetch(self.store, save, self.folder)
+    def _fetch_step(self, step: int) -> None:
+        """Fetch the checkpoint of a step if the store has it and the disk lacks it. Raises StoreError."""
+        if step in map(step_of, list_checkpoints(self.folder)):
+            return
+        if (save := self.lineage.find(self.store, step)) is not None:
+            remote_run.fetch(self.store, save, self.folder)
 
     @property
     def steps(self) -> list[int]:

@@ -1,5 +1,6 @@
 """Local copies of URLs: what a URL means, and the cache that processes share."""
 
+import hashlib
 import json
 import os
 import re
@@ -22,6 +23,7 @@ pytest.importorskip("moto")
 from trainer.base.system import remote_files
 from trainer.base.system.object_store import ObjectStore
 from trainer.base.system.remote_files import local_copy
+from trainer.base.system.remote_run import Lineage, RemoteFile, Save, create_save, key_of
 from trainer.base.system.store_errors import StoreError
 from trainer.base.system.urls import with_urls
 
@@ -377,9 +379,6 @@ def test_of_a_run_folder_the_newest_checkpoint_is_meant(prefix):
 
 
 def test_of_a_mirrored_run_the_newest_or_the_best_checkpoint_is_meant(prefix):
-    import hashlib
-
-    from trainer.base.system.remote_run import Lineage, RemoteFile, Save, create_save, key_of
 
     store = ObjectStore(prefix)
     names = ["step-00000002-aaaaaaaaaaaa", "step-00000004-bbbbbbbbbbbb"]
@@ -406,3 +405,15 @@ def test_of_a_mirrored_run_the_newest_or_the_best_checkpoint_is_meant(prefix):
     shutil.rmtree(Path(remote[prefix]).parent)
     with pytest.raises(StoreError, match="does not match its SHA-256"):
         local_copy(prefix)
+
+
+def test_a_run_may_be_mirrored_to_a_whole_bucket(bucket):
+    import boto3
+
+    boto3.client("s3").create_bucket(Bucket="whole")
+    store, name = ObjectStore("s3://whole"), "step-00000002-aaaaaaaaaaaa"
+    store.write(key_of(name, "manifest.json"), b"x", None)
+    of = RemoteFile(1, hashlib.sha256(b"x").hexdigest())
+    create_save(store, Save(name=name, epoch=1, files={"manifest.json": of}, run_files={}))
+    Lineage(1, (name,)).write(store, True)
+    assert files(local_copy("s3://whole")) == ["checkpoints/step-00000002/manifest.json"]

@@ -111,7 +111,7 @@ def _run(store: ObjectStore, url: str, prefix: str) -> Found | None:
     names as if it lay in the run's folder. None: there is no run."""
     named = re.fullmatch(rf"(?:(.*)/)?{CHECKPOINTS}/(step-\d+)(/.*)?", prefix)
     is_best, run = prefix.endswith(BEST), named[1] or "" if named else prefix.removesuffix(BEST)
-    place = ObjectStore("/".join(filter(None, (store.url, run))))
+    place = ObjectStore(_joined(store.url, run))
     lineage = Lineage.read(place)
     if not lineage.version:
         return None
@@ -119,7 +119,7 @@ def _run(store: ObjectStore, url: str, prefix: str) -> Found | None:
     if (save := lineage.find(place, step)) is None:
         which = f"checkpoint {named[2]}" if named else "best checkpoint" if is_best else "complete checkpoint"
         raise StoreError(f"{url}: the run has no {which}", "missing")
-    items = tuple(replace(item, key=f"{run}/{item.key}") for item in _items_of(save, with_run_files=named is None))
+    items = tuple(replace(item, key=_joined(run, item.key)) for item in _items_of(save, with_run_files=named is None))
     return Found(items, f"/{CHECKPOINTS}/{named[2]}{named[3] or ''}" if named else BEST if is_best else "")
 
 
@@ -173,7 +173,12 @@ def _beside(path: str, names: Sequence[str]) -> list[str]:
     """Return the paths of files beside a file. *: its name without the ending."""
     folder, _, name = path.rpartition("/")
     stem = name.rpartition(".")[0] or name
-    return ["/".join(filter(None, (folder, other.replace("*", stem)))) for other in names]
+    return [_joined(folder, other.replace("*", stem)) for other in names]
+
+
+def _joined(folder: str, name: str) -> str:
+    """Return a key below a folder. "": the bucket itself."""
+    return "/".join(filter(None, (folder, name)))
 
 
 def _item(found: Object, folder: str) -> Item:
