@@ -1,4 +1,4 @@
-"""Orders of norms, attention and feed-forward layer in a block. h is the residual stream, (batch, seq, dim)."""
+"""Orders of norms, mixer and feed-forward layer in a block. h is the residual stream, (batch, seq, dim)."""
 
 from typing import ClassVar
 
@@ -10,29 +10,34 @@ from models.sizes import Sizes
 
 
 class Block(nn.Module):
-    """The modules that all blocks have. Subclasses define their order."""
+    """The modules that all blocks have. Subclasses define their order. Whatever the mixer, its norm has Meta's name."""
 
     TENSOR: ClassVar = {"attention_norm": "norm", "ffn_norm": "norm"}
 
-    def __init__(self, sizes: Sizes, norm: Norm, attention: nn.Module, feed_forward: nn.Module):
+    def __init__(self, sizes: Sizes, norm: Norm, mixer: nn.Module, feed_forward: nn.Module):
         """Build the norms.
 
         Args:
-            attention: Its forward is (hidden state, context) -> hidden state.
+            mixer: Its forward is (hidden state, context) -> hidden state. Its `kind` has its name (LayerKind).
             feed_forward: Its forward is (hidden state, context) -> hidden state.
         """
         super().__init__()
         self.attention_norm = norm(sizes.dim)
-        self.attention = attention
+        self.mixer_name = mixer.kind.MIXER
+        self.add_module(self.mixer_name, mixer)
         self.ffn_norm = norm(sizes.dim)
         self.feed_forward = feed_forward
+
+    @property
+    def mixer(self) -> nn.Module:
+        return getattr(self, self.mixer_name)
 
 
 class PreNormBlock(Block):
     """A norm before each layer: Llama, Qwen, Mistral, SmolLM3, Granite, Phi."""
 
     def forward(self, h: Tensor, context: Context) -> Tensor:
-        h = h + self.attention(self.attention_norm(h), context)
+        h = h + self.mixer(self.attention_norm(h), context)
         return h + self.feed_forward(self.ffn_norm(h), context)
 
 
@@ -40,7 +45,7 @@ class PostNormBlock(Block):
     """A norm after each layer, before its result is added to the residual stream: OLMo 2 and 3."""
 
     def forward(self, h: Tensor, context: Context) -> Tensor:
-        h = h + self.attention_norm(self.attention(h, context))
+        h = h + self.attention_norm(self.mixer(h, context))
         return h + self.ffn_norm(self.feed_forward(h, context))
 
 
@@ -49,11 +54,11 @@ class SandwichBlock(Block):
 
     TENSOR: ClassVar = Block.TENSOR | {"attention_post_norm": "norm", "ffn_post_norm": "norm"}
 
-    def __init__(self, sizes: Sizes, norm: Norm, attention: nn.Module, feed_forward: nn.Module):
-        super().__init__(sizes, norm, attention, feed_forward)
+    def __init__(self, sizes: Sizes, norm: Norm, mixer: nn.Module, feed_forward: nn.Module):
+        super().__init__(sizes, norm, mixer, feed_forward)
         self.attention_post_norm = norm(sizes.dim)
         self.ffn_post_norm = norm(sizes.dim)
 
     def forward(self, h: Tensor, context: Context) -> Tensor:
-        h = h + self.attention_post_norm(self.attention(self.attention_norm(h), context))
+        h = h + self.attention_post_norm(self.mixer(self.attention_norm(h), context))
         return h + self.ffn_post_norm(self.feed_forward(self.ffn_norm(h), context))

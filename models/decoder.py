@@ -11,8 +11,9 @@ from typing import ClassVar
 
 from torch import Generator, Tensor, nn
 
+from models.attention import Attention
 from models.blocks import PreNormBlock
-from models.components import Attention, CausalMask, FeedForward, Norm, OffsetRMSNorm, Output
+from models.components import FeedForward, Norm, OffsetRMSNorm, Output
 from models.context import Context
 from models.moe import MixtureOfExperts
 from models.sizes import Sizes
@@ -45,7 +46,7 @@ class Decoder(nn.Module):
         self.layer_kinds = sizes.layer_kinds
         kinds = sizes.kinds()
         self.kinds = {name: kinds[name] for name in dict.fromkeys(self.layer_kinds)}
-        self.masks = nn.ModuleDict({name: CausalMask(kind.window) for name, kind in self.kinds.items()})
+        self.masks = nn.ModuleDict({name: kind.mask() for name, kind in self.kinds.items()})
         self.tok_embeddings = embedding or nn.Embedding(sizes.vocab_size, sizes.dim)
         self.layers = nn.ModuleDict({str(i): block(i, kinds[name]) for i, name in enumerate(self.layer_kinds)})
         self.norm = norm(sizes.dim)
@@ -94,19 +95,18 @@ class Decoder(nn.Module):
     def flops_per_token(self, seq_len: int) -> int:
         """See models.spec.Model. A multiply-add is two operations. Backward costs twice as much as forward.
 
-        The count includes every linear layer (also the output projection), the experts that a token is sent to, and the two
-        matrix products of attention. A token attends to (seq_len + 1) / 2 keys on average, and to at most the window's keys.
-        Norms, activations and recomputation are not counted.
+        The count includes every linear layer (also the output projection), the experts that a token is sent to, and the
+        kernels of the mixers. In attention, a token attends to (seq_len + 1) / 2 keys on average, and to at most the window's
+        keys. Norms, activations and recomputation are not counted.
         """
         linear = sum(multiply_adds(self).values())
-        pairs = sum(self.kinds[name].pairs(seq_len) for name in self.layer_kinds)
-        attention = self.sizes.n_heads * sum(self.sizes.head_widths) * pairs // seq_len
-        return 3 * 2 * (linear + attention)
+        mixers = sum(self.kinds[name].multiply_adds(seq_len) for name in self.layer_kinds) // seq_len
+        return 3 * 2 * (linear + mixers)
 
     def structure(self) -> Structure:
         """See models.spec.Model."""
         tied = self.output.weight is self.tok_embeddings.weight
-        divisible = ["n_heads", "n_kv_heads"]
+        divisible = [size for kind in self.kinds.values() for size in kind.HEADS]
         if any(isinstance(layer.feed_forward, FeedForward) for layer in self.layers.values()):
             divisible.append("hidden_dim")
         if any(m.shared is not None for m in self.modules() if isinstance(m, MixtureOfExperts)):
@@ -119,9 +119,8 @@ class Decoder(nn.Module):
             fsdp_units=(("tok_embeddings", "norm", "output"),) if tied else (("tok_embeddings",), ("norm", "output")),
             tied=tied,
             tensor=self.TENSOR,
-            tp_divisible=tuple(divisible),
+            tp_divisible=tuple(dict.fromkeys(divisible)),
             has_experts=any(isinstance(m, MixtureOfExperts) for m in self.modules()),
-            attention="attention.core",
             masks="masks",
             kinds=self.kinds,
             layer_kinds=self.layer_kinds,
@@ -130,18 +129,18 @@ class Decoder(nn.Module):
 
 def pre_norm_decoder(
     sizes: Sizes,
-    attention: Callable[[LayerKind], nn.Module] | None = None,
+    mixer: Callable[[LayerKind], nn.Module] | None = None,
     feed_forward: Callable[[int], nn.Module] | None = None,
 ) -> Decoder:
     """Return a decoder of pre-norm blocks with RMSNorm.
 
     Args:
-        attention: Function (kind) that builds the attention of a layer. None: Attention without norms of queries and keys.
+        mixer: Function (kind) that builds the mixer of a layer. None: Attention without norms of queries and keys.
         feed_forward: Function (index) that builds the feed-forward layer. None: FeedForward.
     """
     norm = partial(nn.RMSNorm, eps=sizes.norm_eps)
-    build_attention = attention or partial(Attention, sizes)
+    build_mixer = mixer or partial(Attention, sizes.dim)
     build_feed_forward = feed_forward or (lambda index: FeedForward(sizes.dim, sizes.hidden_dim))
     return Decoder(
-        sizes, norm, lambda index, kind: PreNormBlock(sizes, norm, build_attention(kind), build_feed_forward(index))
+        sizes, norm, lambda index, kind: PreNormBlock(sizes, norm, build_mixer(kind), build_feed_forward(index))
     )

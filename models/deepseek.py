@@ -11,7 +11,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from models.components import FeedForward, attention_kernel
+from models.attention import AttentionKind, attention_kernel
+from models.components import FeedForward
 from models.config_json import Config, first
 from models.context import Context
 from models.decoder import Decoder, pre_norm_decoder
@@ -21,7 +22,7 @@ from models.huggingface import MIXTURE_NAMES, HuggingFace
 from models.moe import CorrectedRouter, MixtureOfExperts
 from models.rope import YarnRope, rotate_halves, rotate_pairs
 from models.sizes import DEBUG, DEBUG_EXPERTS, GroupedMixtureSizes, text_of
-from models.spec import LayerKind, ModelSpec, SizeError
+from models.spec import ModelSpec, SizeError
 
 _LATENT_EPS = 1e-6
 """Constant of the norms of compressed queries, keys and values. The published code has no setting for it."""
@@ -62,7 +63,7 @@ class DeepSeekSizes(GroupedMixtureSizes):
     def head_widths(self) -> tuple[int, int]:
         return self.qk_nope_head_dim + self.head_dim, self.v_head_dim
 
-    def kinds(self) -> dict[str, LayerKind]:
+    def kinds(self) -> dict[str, AttentionKind]:
         rope, scale = self.rope(), self.head_widths[0] ** -0.5
         if isinstance(rope, YarnRope) and rope.mscale_all_dim:
             scale *= rope.amplitude_of(rope.mscale_all_dim) ** 2
@@ -88,8 +89,9 @@ class LatentAttention(nn.Module):
     }
     INTO_RESIDUAL: ClassVar = ("wo",)
 
-    def __init__(self, sizes: DeepSeekSizes, kind: LayerKind):
+    def __init__(self, sizes: DeepSeekSizes, kind: AttentionKind):
         super().__init__()
+        self.kind = kind
         (self.head_dim, self.v_dim), self.rope_dim = sizes.head_widths, sizes.head_dim
         self.rotate = rotate_pairs if sizes.rope_interleave else rotate_halves
         q_dim, bias = sizes.n_heads * self.head_dim, sizes.attention_bias

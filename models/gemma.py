@@ -13,8 +13,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from models.attention import Attention, AttentionKind
 from models.blocks import SandwichBlock
-from models.components import Attention, FeedForward, OffsetRMSNorm, Output, ScaledEmbedding, gelu_tanh
+from models.components import FeedForward, OffsetRMSNorm, Output, ScaledEmbedding, gelu_tanh
 from models.config_json import (
     Config,
     first,
@@ -29,7 +30,7 @@ from models.gguf import SANDWICH_NAMES, Gguf, Keys
 from models.huggingface import NAMES, HuggingFace
 from models.rope import Rope
 from models.sizes import DEBUG, MixedSizes, repeated, require, shortest_period
-from models.spec import LayerKind, ModelSpec
+from models.spec import ModelSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +40,7 @@ class GemmaSizes(MixedSizes):
     query_pre_attn_scalar: int
     """The scores are divided by its square root."""
 
-    def kinds(self) -> dict[str, LayerKind]:
+    def kinds(self) -> dict[str, AttentionKind]:
         scale = self.query_pre_attn_scalar**-0.5
         return {name: replace(kind, scale=scale) for name, kind in super().kinds().items()}
 
@@ -47,11 +48,11 @@ class GemmaSizes(MixedSizes):
 @dataclass(frozen=True, kw_only=True)
 class Gemma2Sizes(GemmaSizes):
     attn_logit_softcapping: float | None = 50.0
-    """Limit of the scores, see LayerKind.softcap. None: no limit."""
+    """Limit of the scores, see AttentionKind.softcap. None: no limit."""
     final_logit_softcapping: float | None = 30.0
     """Limit of the logits, see Output. None: no limit."""
 
-    def kinds(self) -> dict[str, LayerKind]:
+    def kinds(self) -> dict[str, AttentionKind]:
         return {name: replace(kind, softcap=self.attn_logit_softcapping) for name, kind in super().kinds().items()}
 
 
@@ -61,7 +62,7 @@ class Gemma3Sizes(GemmaSizes):
     rope_local_base_freq: float = 10_000.0
     """rope_theta of the layers of the type "sliding"."""
 
-    def kinds(self) -> dict[str, LayerKind]:
+    def kinds(self) -> dict[str, AttentionKind]:
         full, sliding = super().kinds().values()
         rope = Rope(dim=self.head_dim, theta=self.rope_local_base_freq)
         return {"full": full, "sliding": replace(sliding, rope=rope)}
@@ -76,24 +77,24 @@ class GemmaEmbedding(ScaledEmbedding):
         return nn.Embedding.forward(self, tokens) * torch.tensor(self.scale, dtype=self.weight.dtype).item()
 
 
-def _decoder(sizes: GemmaSizes, attention: Callable[[LayerKind], Attention], softcap: float | None) -> Decoder:
+def _decoder(sizes: GemmaSizes, attention: Callable[[AttentionKind], Attention], softcap: float | None) -> Decoder:
     norm = partial(OffsetRMSNorm, eps=sizes.norm_eps)
     embedding = GemmaEmbedding(sizes.vocab_size, sizes.dim, math.sqrt(sizes.dim))
     output = Output(sizes.dim, sizes.vocab_size, softcap)
 
-    def block(index: int, kind: LayerKind) -> SandwichBlock:
+    def block(index: int, kind: AttentionKind) -> SandwichBlock:
         return SandwichBlock(sizes, norm, attention(kind), FeedForward(sizes.dim, sizes.hidden_dim, gelu_tanh))
 
     return Decoder(sizes, norm, block, embedding, output)
 
 
 def gemma2(sizes: Gemma2Sizes) -> Decoder:
-    return _decoder(sizes, partial(Attention, sizes), sizes.final_logit_softcapping)
+    return _decoder(sizes, partial(Attention, sizes.dim), sizes.final_logit_softcapping)
 
 
 def gemma3(sizes: Gemma3Sizes) -> Decoder:
     norm = partial(OffsetRMSNorm, sizes.head_dim, eps=sizes.norm_eps)
-    return _decoder(sizes, lambda kind: Attention(sizes, kind, q_norm=norm(), k_norm=norm()), None)
+    return _decoder(sizes, lambda kind: Attention(sizes.dim, kind, q_norm=norm(), k_norm=norm()), None)
 
 
 def _read(config: Config, period: int = 2) -> Config:

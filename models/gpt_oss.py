@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from models.components import Attention
+from models.attention import Attention, AttentionKind
 from models.config_json import Config, first, with_layer_types, write_rope, write_windows
 from models.decoder import Decoder, pre_norm_decoder
 from models.gguf import NAMES as GGUF_NAMES
@@ -16,7 +16,7 @@ from models.gguf import Gguf
 from models.huggingface import NAMES, HuggingFace, StoredStack
 from models.moe import Experts, MixtureOfExperts, Router, Routing
 from models.sizes import DEBUG, DEBUG_EXPERTS, MixedSizes, MixtureSizes, repeated, shortest_period
-from models.spec import LayerKind, ModelSpec, SizeError
+from models.spec import ModelSpec, SizeError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class GptOssSizes(MixedSizes, MixtureSizes):
             message = "normalize_weights and sparse_layers must be true: this model has no other routers or layers"
             raise SizeError(message, "normalize_weights", "sparse_layers")
 
-    def kinds(self) -> dict[str, LayerKind]:
+    def kinds(self) -> dict[str, AttentionKind]:
         return {name: replace(kind, sinks=True) for name, kind in super().kinds().items()}
 
 
@@ -80,7 +80,7 @@ class ClampedExperts(Experts):
 
 
 def gpt_oss(sizes: GptOssSizes) -> Decoder:
-    attention = partial(Attention, sizes, qkv_bias=sizes.attention_bias, out_bias=sizes.attention_bias)
+    attention = partial(Attention, sizes.dim, qkv_bias=sizes.attention_bias, out_bias=sizes.attention_bias)
     return pre_norm_decoder(
         sizes, attention, lambda index: MixtureOfExperts(sizes, BiasedRouter(sizes), ClampedExperts(sizes))
     )

@@ -1,19 +1,20 @@
 """Granite 3 (Granite Team 2024, https://github.com/ibm-granite/granite-3.0-language-models): a Llama whose embeddings, residual
 branches, scores and logits are multiplied by constants. Dimensions: config.json of the published models."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from torch import Tensor, nn
 
+from models.attention import Attention, AttentionKind
 from models.blocks import PreNormBlock
-from models.components import Attention, FeedForward, Norm, Output, ScaledEmbedding
+from models.components import FeedForward, Norm, Output, ScaledEmbedding
 from models.context import Context
 from models.decoder import Decoder
 from models.gguf import Gguf
 from models.huggingface import HuggingFace
 from models.sizes import DEBUG_DERIVED, DecoderSizes
-from models.spec import Head, LayerKind, ModelSpec
+from models.spec import Head, ModelSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,19 +29,19 @@ class GraniteSizes(DecoderSizes):
     """Divisor of the logits."""
     attention_bias: bool = False
 
-    def kinds(self) -> dict[str, LayerKind]:
-        return {"full": LayerKind(rope=self.rope(), scale=self.attention_multiplier)}
+    def kinds(self) -> dict[str, AttentionKind]:
+        return {"full": replace(self.attention_kind(), scale=self.attention_multiplier)}
 
 
 class GraniteBlock(PreNormBlock):
     """A pre-norm block whose residual branches are multiplied by a constant."""
 
-    def __init__(self, sizes: GraniteSizes, norm: Norm, attention: nn.Module, feed_forward: nn.Module):
-        super().__init__(sizes, norm, attention, feed_forward)
+    def __init__(self, sizes: GraniteSizes, norm: Norm, mixer: nn.Module, feed_forward: nn.Module):
+        super().__init__(sizes, norm, mixer, feed_forward)
         self.multiplier = sizes.residual_multiplier
 
     def forward(self, h: Tensor, context: Context) -> Tensor:
-        h = h + self.attention(self.attention_norm(h), context) * self.multiplier
+        h = h + self.mixer(self.attention_norm(h), context) * self.multiplier
         return h + self.feed_forward(self.ffn_norm(h), context) * self.multiplier
 
 
@@ -58,8 +59,8 @@ class ScaledOutput(Output):
 def granite(sizes: GraniteSizes) -> Decoder:
     norm, bias = partial(nn.RMSNorm, eps=sizes.norm_eps), sizes.attention_bias
 
-    def block(index: int, kind: LayerKind) -> GraniteBlock:
-        attention = Attention(sizes, kind, qkv_bias=bias, out_bias=bias)
+    def block(index: int, kind: AttentionKind) -> GraniteBlock:
+        attention = Attention(sizes.dim, kind, qkv_bias=bias, out_bias=bias)
         return GraniteBlock(sizes, norm, attention, FeedForward(sizes.dim, sizes.hidden_dim))
 
     embedding = ScaledEmbedding(sizes.vocab_size, sizes.dim, sizes.embedding_multiplier)

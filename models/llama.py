@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
-from models.components import Attention
+from models.attention import Attention
 from models.decoder import Decoder, pre_norm_decoder
 from models.gguf import Gguf
 from models.huggingface import HuggingFace
@@ -44,7 +44,7 @@ class LlamaSizes(Sizes):
 
 
 def llama(sizes: LlamaSizes) -> Decoder:
-    return pre_norm_decoder(sizes, lambda kind: Attention(sizes, kind, rotate_pairs))
+    return pre_norm_decoder(sizes, lambda kind: Attention(sizes.dim, kind, rotate_pairs))
 
 
 _HUGGINGFACE = HuggingFace(

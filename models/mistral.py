@@ -2,21 +2,21 @@
 which extends its context window with YaRN and multiplies the queries at late positions. Dimensions: config.json of the published
 models."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from models.components import Attention
+from models.attention import Attention, AttentionKind
 from models.config_json import Config, first, rope_object, write_rope
 from models.decoder import Decoder, pre_norm_decoder
 from models.gguf import Gguf, Keys
 from models.huggingface import HuggingFace
 from models.rope import Rope, YarnRope
 from models.sizes import DEBUG, DecoderSizes, WindowedSizes
-from models.spec import LayerKind, ModelSpec
+from models.spec import ModelSpec
 
 _7B = {"dim": 4096, "n_layers": 32, "n_heads": 32, "n_kv_heads": 8, "head_dim": 128, "hidden_dim": 14336}
 _12B = {"dim": 5120, "n_layers": 40, "n_heads": 32, "n_kv_heads": 8, "head_dim": 128, "hidden_dim": 14336}
@@ -64,9 +64,9 @@ class Ministral3Sizes(DecoderSizes):
     llama_4_scaling_beta: float = 0.1
     """Queries at position p are multiplied by 1 + llama_4_scaling_beta * ln(1 + floor(p / rope_original_seq_len))."""
 
-    def kinds(self) -> dict[str, LayerKind]:
+    def kinds(self) -> dict[str, AttentionKind]:
         scale = QueryScale(rope=self.rope(), beta=self.llama_4_scaling_beta, seq_len=self.rope_original_seq_len)
-        return {"full": LayerKind(rope=scale)}
+        return {"full": replace(self.attention_kind(), rope=scale)}
 
 
 class ScaledQueryAttention(Attention):
@@ -79,7 +79,7 @@ class ScaledQueryAttention(Attention):
 
 
 def ministral3(sizes: Ministral3Sizes) -> Decoder:
-    return pre_norm_decoder(sizes, lambda kind: ScaledQueryAttention(sizes, kind))
+    return pre_norm_decoder(sizes, lambda kind: ScaledQueryAttention(sizes.dim, kind))
 
 
 def _read(config: Config) -> Config:

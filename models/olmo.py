@@ -8,8 +8,9 @@ from functools import partial
 
 from torch import nn
 
+from models.attention import Attention, AttentionKind
 from models.blocks import PostNormBlock
-from models.components import AllHeadsRMSNorm, Attention, FeedForward
+from models.components import AllHeadsRMSNorm, FeedForward
 from models.config_json import (
     Config,
     first,
@@ -27,7 +28,7 @@ from models.huggingface import MIXTURE_NAMES, NAMES, HuggingFace
 from models.moe import MixtureOfExperts
 from models.rope import Rope
 from models.sizes import DEBUG_DERIVED, DEBUG_EXPERTS, DecoderSizes, MixedSizes, MixtureSizes, SizeError, text_of
-from models.spec import LayerKind, ModelSpec
+from models.spec import ModelSpec
 
 _THETA = 500_000.0
 """Default of rope_theta, also of transformers."""
@@ -42,7 +43,7 @@ class Olmo2Sizes(DecoderSizes):
 
 @dataclass(frozen=True, kw_only=True)
 class Olmo3Sizes(Olmo2Sizes, MixedSizes):
-    def kinds(self) -> dict[str, LayerKind]:
+    def kinds(self) -> dict[str, AttentionKind]:
         full, sliding = super().kinds().values()
         return {"full": full, "sliding": replace(sliding, rope=Rope(dim=self.head_dim, theta=self.rope_theta))}
 
@@ -58,16 +59,16 @@ class OlmoeSizes(MixtureSizes):
             raise SizeError(message, "head_dim", "n_heads", "dim")
 
 
-def _attention(sizes: Olmo2Sizes | OlmoeSizes, kind: LayerKind) -> Attention:
+def _attention(sizes: Olmo2Sizes | OlmoeSizes, kind: AttentionKind) -> Attention:
     norm, bias = partial(AllHeadsRMSNorm, eps=sizes.norm_eps), sizes.attention_bias
     q_norm, k_norm = norm(sizes.n_heads * sizes.head_dim), norm(sizes.n_kv_heads * sizes.head_dim)
-    return Attention(sizes, kind, qkv_bias=bias, out_bias=bias, q_norm=q_norm, k_norm=k_norm)
+    return Attention(sizes.dim, kind, qkv_bias=bias, out_bias=bias, q_norm=q_norm, k_norm=k_norm)
 
 
 def olmo(sizes: Olmo2Sizes) -> Decoder:
     norm = partial(nn.RMSNorm, eps=sizes.norm_eps)
 
-    def block(index: int, kind: LayerKind) -> PostNormBlock:
+    def block(index: int, kind: AttentionKind) -> PostNormBlock:
         feed_forward = FeedForward(sizes.dim, sizes.hidden_dim)
         return PostNormBlock(sizes, norm, _attention(sizes, kind), feed_forward)
 

@@ -7,7 +7,8 @@ from functools import partial
 
 from torch import nn
 
-from models.components import Attention, FeedForward
+from models.attention import Attention, AttentionKind
+from models.components import FeedForward
 from models.config_json import Config, first, with_layer_types, write_layer_types
 from models.decoder import Decoder, pre_norm_decoder
 from models.gguf import Gguf
@@ -23,7 +24,7 @@ from models.sizes import (
     require,
     text_of,
 )
-from models.spec import LayerKind, ModelSpec
+from models.spec import ModelSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +45,7 @@ class Qwen3MoeSizes(WindowedSizes, PartlySparseSizes):
 
 
 def qwen2(sizes: QwenSizes) -> Decoder:
-    return pre_norm_decoder(sizes, lambda kind: Attention(sizes, kind, qkv_bias=True))
+    return pre_norm_decoder(sizes, lambda kind: Attention(sizes.dim, kind, qkv_bias=True))
 
 
 def qwen3(sizes: Qwen3Sizes) -> Decoder:
@@ -59,9 +60,9 @@ def qwen3_moe(sizes: Qwen3MoeSizes) -> Decoder:
     return pre_norm_decoder(sizes, partial(_attention, sizes), feed_forward)
 
 
-def _attention(sizes: Qwen3Sizes | Qwen3MoeSizes, kind: LayerKind) -> Attention:
+def _attention(sizes: Qwen3Sizes | Qwen3MoeSizes, kind: AttentionKind) -> Attention:
     norm, bias = partial(nn.RMSNorm, sizes.head_dim, eps=sizes.norm_eps), sizes.attention_bias
-    return Attention(sizes, kind, qkv_bias=bias, out_bias=bias, q_norm=norm(), k_norm=norm())
+    return Attention(sizes.dim, kind, qkv_bias=bias, out_bias=bias, q_norm=norm(), k_norm=norm())
 
 
 def _read(config: Config) -> Config:

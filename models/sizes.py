@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Literal, Self, TypeVar
 
+from models.attention import AttentionKind
 from models.rope import LinearRope, Llama3Rope, LongRope, Rope, YarnRope
-from models.spec import LayerKind, SizeError
+from models.spec import SizeError
 
 T = TypeVar("T")
 
@@ -132,9 +133,15 @@ class Sizes:
         """Width of a head's queries and keys, and of its values."""
         return self.head_dim, self.head_dim
 
-    def kinds(self) -> dict[str, LayerKind]:
+    def kinds(self) -> dict[str, AttentionKind]:
         """Return name -> kind of layer."""
-        return {"full": LayerKind(rope=self.rope())}
+        return {"full": self.attention_kind()}
+
+    def attention_kind(self) -> AttentionKind:
+        """Return the kind of layers with attention to all earlier tokens."""
+        return AttentionKind(
+            n_heads=self.n_heads, n_kv_heads=self.n_kv_heads, widths=self.head_widths, rope=self.rope()
+        )
 
     @property
     def layer_kinds(self) -> tuple[str, ...]:
@@ -207,9 +214,9 @@ class WindowedSizes(DecoderSizes):
     window: int | None = None
     """Number of keys that a query attends to, its own included."""
 
-    def kinds(self) -> dict[str, LayerKind]:
-        rope = self.rope()
-        return {"full": LayerKind(rope=rope), "sliding": LayerKind(window=self.window, rope=rope)}
+    def kinds(self) -> dict[str, AttentionKind]:
+        kind = self.attention_kind()
+        return {"full": kind, "sliding": replace(kind, window=self.window)}
 
     @property
     def layer_kinds(self) -> tuple[str, ...]:

@@ -3,13 +3,13 @@ Dimensions: config.json of the published model."""
 
 from dataclasses import dataclass, replace
 
-from models.components import Attention
+from models.attention import Attention, AttentionKind
 from models.config_json import Config, first, with_layer_types, write_layer_types
 from models.decoder import Decoder, pre_norm_decoder
 from models.gguf import Gguf
 from models.huggingface import HuggingFace
 from models.sizes import DEBUG_DERIVED, MixedSizes, repeated, require, shortest_period, text_of
-from models.spec import LayerKind, ModelSpec, SizeError
+from models.spec import ModelSpec, SizeError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +27,7 @@ class SmolLM3Sizes(MixedSizes):
         rotated = repeated(self.no_rope_layers, self.n_layers)
         object.__setattr__(self, "no_rope_layers", shortest_period(rotated))
 
-    def kinds(self) -> dict[str, LayerKind]:
+    def kinds(self) -> dict[str, AttentionKind]:
         kinds = super().kinds()
         return kinds | {f"{name}_without_rope": replace(kind, rope=None) for name, kind in kinds.items()}
 
@@ -41,7 +41,7 @@ class SmolLM3Sizes(MixedSizes):
 
 def smollm3(sizes: SmolLM3Sizes) -> Decoder:
     bias = sizes.attention_bias
-    return pre_norm_decoder(sizes, lambda kind: Attention(sizes, kind, qkv_bias=bias, out_bias=bias))
+    return pre_norm_decoder(sizes, lambda kind: Attention(sizes.dim, kind, qkv_bias=bias, out_bias=bias))
 
 
 def _read(config: Config) -> Config:

@@ -1,9 +1,10 @@
 """The interface of a model family, in plain data and plain torch. It is independent of how a model is parallelized."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Generator, Tensor, nn
@@ -108,30 +109,32 @@ class SizeError(ValueError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerKind:
-    """Semantics of attention, which is causal. Layers of one kind share a mask and a positional encoding. Every mask and every
-    kernel receives this description."""
+class LayerKind(ABC):
+    """What the mixers of the layers of one kind are. A mixer is the first half of a block: attention or a recurrence, by which
+    tokens see other tokens. Its forward is (hidden state, context) -> hidden state. All that looks at other tokens is its kernel,
+    the module `core` in it, which has no parameters and is replaceable. Masks, kernels and caches are made from this
+    description. The layers of one kind share a mask and a positional encoding."""
 
-    window: int | None = None
-    """Number of keys that a query attends to: its own and those before it. None: all of them."""
-    scale: float | None = None
-    """Factor of the scores. None: 1 / sqrt(head_dim)."""
-    softcap: float | None = None
-    """Limit of the scores: softcap * tanh(score / softcap) replaces a score (Gemma Team 2024, arXiv:2408.00118)."""
-    sinks: bool = False
-    """Whether the softmax of each head has one more score, a parameter without a key and a value (OpenAI 2025,
-    arXiv:2508.10925). The kernels receive these scores."""
+    MIXER: ClassVar[str]
+    """Name of the mixer in its block."""
+    HEADS: ClassVar[tuple[str, ...]]
+    """Names of the sizes that count the mixer's heads, over which tensor parallelism splits it."""
     rope: Callable[[Tensor], Any] | None = None
     """Function (positions) -> positional encoding, Context.rope of the blocks. None: the layers have no positional encoding."""
 
-    def has_window(self, seq_len: int) -> bool:
-        """Return whether a query of a sequence of this length does not attend to all earlier keys."""
-        return self.window is not None and self.window < seq_len
+    @abstractmethod
+    def multiply_adds(self, seq_len: int) -> int:
+        """Return the number of multiply-adds of a layer's kernel in a sequence."""
 
-    def pairs(self, seq_len: int) -> int:
-        """Return the number of pairs of a query and a key that it attends to, in a sequence."""
-        window = min(self.window or seq_len, seq_len)
-        return window * (window + 1) // 2 + (seq_len - window) * window
+    @abstractmethod
+    def reach(self, seq_len: int) -> int:
+        """Return the largest distance from which a token sees another in one layer, in a sequence of this length."""
+
+    @abstractmethod
+    def mask(self) -> nn.Module:
+        """Return the module that computes what the kernels of this kind need to know about the positions of the tokens, once
+        for all layers. It has no parameters. Its forward is (context) -> mask. The trainer replaces it if a run needs another
+        mask."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,16 +158,21 @@ class Structure:
     """Names of the sizes that the tensor-parallel degree must divide."""
     has_experts: bool
     """Whether blocks contain mixtures of experts."""
-    attention: str
-    """Name of the replaceable attention kernel inside a block. The kernel has no parameters. Its forward is (q, k, v, mask,
-    sinks) -> output, where k and v cover the full sequence. sinks: one score for each head, or None (LayerKind.sinks)."""
     masks: str
-    """Name of the container of the replaceable modules that compute masks, one for each kind of layer. They have no parameters.
-    Their forward is (context) -> mask. A module must be replaced too if a new kernel needs another type of mask."""
+    """Name of the container of the modules that compute masks (LayerKind.mask), one for each kind of layer. A module must be
+    replaced too if a new kernel needs another type of mask."""
     kinds: Mapping[str, LayerKind]
-    """Names of the masks, and the semantics that they implement."""
+    """Names of the masks, and descriptions of the mixers that use them."""
     layer_kinds: tuple[str, ...]
     """Kind of each block, a key of `kinds`."""
+
+    def kind(self, block: int) -> LayerKind:
+        """Return the kind of a block, which is given by its index."""
+        return self.kinds[self.layer_kinds[block]]
+
+    def kernel(self, block: int) -> str:
+        """Return the name of a block's kernel."""
+        return f"{self.blocks_path}.{block}.{self.kind(block).MIXER}.core"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -104,7 +104,7 @@ def probed_tokens(documents: Tensor, count: int) -> list[int]:
 def reach(resolved: ResolvedRun, seq_len: int) -> int:
     """Return the largest distance over which a token influences another through all layers."""
     structure = resolved.structure
-    return min(seq_len, sum((structure.kinds[name].window or seq_len) - 1 for name in structure.layer_kinds))
+    return min(seq_len, sum(structure.kinds[name].reach(seq_len) for name in structure.layer_kinds))
 
 
 @torch.no_grad()

@@ -28,14 +28,15 @@ from trainer.checkpoint.manager import CheckpointManager, saved_tensors
 from trainer.checkpoint.mirror import Mirror
 from trainer.checkpoint.resume import ResumePoint
 from trainer.data.sampling.loader import BatchPartition
-from trainer.engine import Engine, build_model_parts, build_objective
+from trainer.engine import Engine, build_model_parts, build_objective, sample_layout
 from trainer.evaluate import Evaluator
 from trainer.inference.in_training import TrainingGenerator
 from trainer.inference.samples import SampleGenerator
 from trainer.initial_model import InitialModel
 from trainer.objective.objective import Objective
-from trainer.parallel.attention import attention_by_document, backend_of
+from trainer.parallel.attention import backend_of
 from trainer.parallel.mesh import Meshes
+from trainer.parallel.mixers import mixers_by_document
 from trainer.resilience.early_stopping import EarlyStopping
 from trainer.resilience.guard import StepMonitor
 from trainer.resilience.straggler import StragglerDetector
@@ -50,7 +51,6 @@ from trainer.run.sinks import build_sinks
 from trainer.run.sinks.sink import LoggedRun
 from trainer.run.training_data import TrainingData, partition_of_batch, prepare_and_open
 from trainer.runtime import device as devices
-from trainer.runtime.device import DTYPES
 from trainer.runtime.distributed import run_on_rank_0
 from trainer.runtime.host_memory import keep_freed_memory
 from trainer.state import TrainState
@@ -101,7 +101,7 @@ def build_trainer(
     checkpoints = _build_checkpoints(run, resolved, engine, initial, mirror)
     if point is not None:
         checkpoints.restore(point, state)
-    _record_start(run, resolved, device, point, state)
+    _record_start(run, resolved, device, meshes, point, state)
     stop = StopRequest(console.info)
     generator = _build_generator(run, resolved, initial, partition, device)
     return Trainer(
@@ -195,7 +195,12 @@ def _build_checkpoints(
 
 
 def _record_start(
-    run: CheckedRun, resolved: ResolvedRun, device: torch.device, point: ResumePoint | None, state: TrainState
+    run: CheckedRun,
+    resolved: ResolvedRun,
+    device: torch.device,
+    meshes: Meshes,
+    point: ResumePoint | None,
+    state: TrainState,
 ) -> None:
     """Write the configuration of a run that has steps left, and log what the run is and will do."""
     config = run.config
@@ -205,7 +210,7 @@ def _record_start(
     notes.log(
         [
             *notes.model_notes(config, resolved, device),
-            notes.attention_note(config, resolved, device),
+            notes.kernel_note(resolved, sample_layout(config, meshes), device),
             notes.start_note(config, point),
             *notes.start_warnings(config, resolved, run.weights, point),
             *notes.course_notes(config, resolved, state, run.datasets, run.eval_sets, run.tasks),
@@ -260,9 +265,9 @@ def _build_tasks(
     config, training = run.config, run.config.training
     by_document = nullcontext
     if run.tasks and not config.data.document_mask:
-        cp, dtype = meshes.data["cp"], DTYPES[training.compute_dtype]
-        common = resolved.structure, cp, training.seq_len, dtype, backend_of(engine.device)
-        by_document = attention_by_document(engine.model_parts.values(), *common)
+        layout = replace(sample_layout(config, meshes), by_document=True)
+        parts, backend = engine.model_parts.values(), backend_of(engine.device)
+        by_document = mixers_by_document(parts, resolved.structure, layout, backend)
     return TaskEvaluator(
         config=run.config.evaluation,
         tasks=run.tasks,

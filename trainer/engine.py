@@ -27,6 +27,7 @@ from trainer.parallel.init_weights import allocate, initialize
 from trainer.parallel.mesh import Meshes
 from trainer.parallel.parallelize import parallelize
 from trainer.parallel.pipeline import PipelineStep
+from trainer.parallel.sample_layout import SampleLayout
 from trainer.parallel.stages import Stage, stages_of_rank
 from trainer.parallel.step import SpmdStep, Step, count_terms
 from trainer.parallel.unsharded import GradientAccumulator
@@ -34,6 +35,15 @@ from trainer.resilience.guard import StabilityGuard
 from trainer.run.resolve import ResolvedRun
 from trainer.runtime.device import DTYPES
 from trainer.runtime.step_timer import StepTimer
+
+
+def sample_layout(config: Config, meshes: Meshes) -> SampleLayout:
+    return SampleLayout(
+        cp=meshes.data["cp"],
+        seq_len=config.training.seq_len,
+        by_document=config.data.document_mask,
+        dtype=DTYPES[config.training.compute_dtype],
+    )
 
 
 def build_model_parts(
@@ -49,8 +59,7 @@ def build_model_parts(
         checkpointing=config.activation_checkpoint,
         compiled=resolved.compiled,
         storage=resolved.parameter_storage,
-        seq_len=config.training.seq_len,
-        document_mask=config.data.document_mask,
+        layout=sample_layout(config, meshes),
         attention_backend=attention_backend,
         float8=resolved.float8,
         adapt=partial(

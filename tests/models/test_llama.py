@@ -6,12 +6,11 @@ import torch
 import torch.nn.functional as F
 
 from models import MODELS
-from models.components import Attention
+from models.attention import Attention
 from models.context import Context
 from models.decoder import Decoder
 from models.llama import LlamaSizes, llama
 from models.rope import rotate_pairs
-from models.spec import LayerKind
 from trainer.parallel.rotation import rotate_by_complex_product
 
 SMALL = LlamaSizes(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=48, vocab_size=64)
@@ -64,7 +63,7 @@ def test_frequencies_scaled_as_in_llama_3_1(family, size):
 
 def test_grouped_query_attention_is_attention_with_repeated_heads():
     torch.manual_seed(0)
-    attention = Attention(SMALL, LayerKind(rope=SMALL.rope()), rotate_pairs)
+    attention = Attention(SMALL.dim, SMALL.attention_kind(), rotate_pairs)
     x = torch.randn(2, 6, 32)
     _, context = inputs(SMALL, seq=6)
     rope = SMALL.rope()(context.positions)

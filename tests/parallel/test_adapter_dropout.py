@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from models.llama import LlamaSizes, llama
-from tests.parallel.tiny_models import CPU, inputs, reference
+from tests.parallel.tiny_models import CPU, inputs, layout_of, reference
 from tests.training_runs import without_code_generation
 from trainer.adapters.apply import apply_lora
 from trainer.adapters.nf4 import quantized_weights
@@ -48,8 +48,7 @@ def gradients(mode, compiled, base_dtype):
         ActivationCheckpointConfig(mode=mode),
         compiled,
         storage,
-        16,
-        False,
+        layout_of(meshes),
         CPU_BACKEND,
         adapt,
     )

@@ -9,7 +9,7 @@ from models import MODELS
 from models.llama import LlamaSizes
 from models.moe import MixtureOfExperts
 from models.spec import meta_model
-from tests.parallel.tiny_models import CPU, build_model, inputs, reference
+from tests.parallel.tiny_models import CPU, build_model, inputs, layout_of, reference
 from tests.training_runs import without_code_generation
 from trainer.adapters.apply import apply_lora
 from trainer.adapters.select import LORA_B, select_parameters
@@ -88,8 +88,7 @@ def model_with_experts(mode, compiled, parallel=ParallelConfig(), lora=LoraConfi
         *(
             compiled,
             ParameterStorage(dtype="fp32"),
-            16,
-            False,
+            layout_of(meshes),
             CPU_BACKEND,
             lambda model: apply_lora(model, "layers", trained, lora, seed=0),
         ),

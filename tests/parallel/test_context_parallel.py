@@ -1,6 +1,7 @@
 """Context parallelism: attention over sequences that are split between ranks."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,16 +10,18 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from models.components import CausalAttention, CausalMask, attention_kernel, visible_keys
+from models.attention import AttentionKind, CausalAttention, CausalMask, attention_kernel, visible_keys
 from models.context import Context
-from models.spec import LayerKind
 from trainer.batch import Batch
-from trainer.parallel.attention import FlexAttention, Mask, create_dense_mask, kernel_name, with_sinks
+from trainer.parallel.attention import FlexAttention, Mask, create_dense_mask, with_sinks
 from trainer.parallel.context_parallel import AllGatherAttention, shard_sequence, shard_tensor
+from trainer.parallel.mixers import kernel_name
+from trainer.parallel.sample_layout import SampleLayout
 from trainer.tools.planner.recorder import Recorder
 
 create_float_mask = partial(create_dense_mask, dtype=torch.float32)
-FULL = LayerKind()
+kind_of = partial(AttentionKind, n_heads=4, n_kv_heads=2, widths=(16, 16))
+FULL = kind_of()
 
 
 def distinct_tokens(seq):
@@ -128,12 +131,12 @@ def test_attention_ends_at_document_boundaries(ranks, size, kernel):
 
 
 KINDS = [
-    LayerKind(window=5),
-    LayerKind(softcap=1.5, scale=0.7),
-    LayerKind(window=9, softcap=2.0),
-    LayerKind(window=64, scale=0.2),
-    LayerKind(sinks=True),
-    LayerKind(window=6, sinks=True),
+    kind_of(window=5),
+    kind_of(softcap=1.5, scale=0.7),
+    kind_of(window=9, softcap=2.0),
+    kind_of(window=64, scale=0.2),
+    kind_of(sinks=True),
+    kind_of(window=6, sinks=True),
 ]
 
 
@@ -179,7 +182,7 @@ def test_sinks_are_equal_to_a_key_without_a_value_with_their_gradients():
     masked = torch.where(visible, scores, -torch.inf)
     table = torch.cat([masked, sinks[:, None, None].expand(2, 4, 9, 1)], -1).softmax(-1)
     expected = table @ F.pad(v.repeat_interleave(2, 1), (0, 0, 0, 1))
-    kernel = attention_kernel(LayerKind(sinks=True))(q, k, v, None, sinks)
+    kernel = attention_kernel(kind_of(sinks=True))(q, k, v, None, sinks)
     formula = with_sinks(CausalAttention(FULL)(q, k, v, None), masked.logsumexp(-1), sinks)
     for out in (kernel, formula):
         torch.testing.assert_close(out, expected)
@@ -204,14 +207,16 @@ def mask_difference(kind):
 
 
 def test_the_name_of_the_attention_kernel():
-    shapes = (1, 4, 32, 16), (1, 2, 32, 16), (1, 2, 32, 16)
-    cpu, gpu = ((torch.float32, torch.device(name)) for name in ("cpu", "cuda"))
-    assert kernel_name(FULL, shapes, 1, False, *cpu) == "flash_attention"
-    assert kernel_name(FULL, shapes, 1, True, *gpu) == "flex_attention"
-    assert kernel_name(LayerKind(softcap=2.0), shapes, 1, False, *cpu) == "math"
-    assert kernel_name(LayerKind(sinks=True), shapes, 1, False, *cpu) == "math"
-    assert kernel_name(LayerKind(sinks=True), shapes, 1, False, *gpu) == "flex_attention"
-    assert kernel_name(LayerKind(window=8), shapes, 1, False, *gpu) == "flex_attention"
-    assert kernel_name(LayerKind(window=32), shapes, 1, False, *cpu) == "flash_attention"
-    wider = (1, 4, 32, 24), (1, 4, 32, 24), (1, 4, 32, 16)
-    assert kernel_name(FULL, wider, 1, False, *cpu) == "math"  # flash attention needs values as wide as keys
+    def name(kind, device, by_document=False):
+        one = SimpleNamespace(size=lambda: 1)
+        layout = SampleLayout(cp=one, seq_len=32, by_document=by_document, dtype=torch.float32)
+        return kernel_name(kind, layout, 1, torch.device(device))
+
+    assert name(FULL, "cpu") == "flash_attention"
+    assert name(FULL, "cuda", by_document=True) == "flex_attention"
+    assert name(kind_of(softcap=2.0), "cpu") == "math"
+    assert name(kind_of(sinks=True), "cpu") == "math"
+    assert name(kind_of(sinks=True), "cuda") == "flex_attention"
+    assert name(kind_of(window=8), "cuda") == "flex_attention"
+    assert name(kind_of(window=32), "cpu") == "flash_attention"
+    assert name(kind_of(widths=(24, 16)), "cpu") == "math"  # flash attention needs values as wide as keys

@@ -10,6 +10,7 @@ from models.context import Context
 from models.mixtral import MixtralSizes, mixtral
 from models.moe import MixtureOfExperts
 from models.sizes import DEBUG
+from tests.parallel.tiny_models import layout_of
 from tests.training_runs import full, hash_of
 from trainer.base.config import ActivationCheckpointConfig, ConfigError, ExpertsConfig, ParallelConfig
 from trainer.parallel.attention import CPU_BACKEND
@@ -68,7 +69,14 @@ def initial_weights(degrees):
     with torch.device("meta"):
         structure = mixtral(SIZES).structure()
         stages = partition_blocks(mixtral(SIZES), structure, config)
-    settings = (config, ActivationCheckpointConfig(), False, ParameterStorage(dtype="fp32"), 16, False, CPU_BACKEND)
+    settings = (
+        config,
+        ActivationCheckpointConfig(),
+        False,
+        ParameterStorage(dtype="fp32"),
+        layout_of(meshes),
+        CPU_BACKEND,
+    )
     (model,) = parallelize(lambda: mixtral(SIZES), structure, stages, meshes, *settings).values()
     allocate(model, CPU)
     initialize(model, seed=0)

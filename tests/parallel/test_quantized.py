@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 from models import MODELS
 from models.context import Context
 from models.spec import meta_model
-from tests.parallel.tiny_models import CPU
+from tests.parallel.tiny_models import CPU, layout_of
 from tests.training_runs import full, without_code_generation
 from trainer.adapters.apply import apply_lora
 from trainer.adapters.nf4 import quantized_weights, round_trip
@@ -116,7 +116,7 @@ def deviation_of_sharded_gradients(family, base_dtype, compiled):
     meshes = Meshes(ParallelDims.from_config(parallel, parallel.tp), CPU, has_experts=structure.has_experts)
     storage = ParameterStorage(dtype="fp32", quantized=names, is_double=base_dtype == "nf4_double")
     adapt = partial(apply_lora, blocks=structure.blocks_path, trained=trained, config=LORA, seed=0)
-    settings = (parallel, ActivationCheckpointConfig(), compiled, storage, 16, False, CPU_BACKEND, adapt)
+    settings = (parallel, ActivationCheckpointConfig(), compiled, storage, layout_of(meshes), CPU_BACKEND, adapt)
     with without_code_generation():
         (sharded,) = parallelize(
             lambda: spec.model(sizes), structure, [Stage(0, 1, range(2))], meshes, *settings

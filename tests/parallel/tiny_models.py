@@ -13,6 +13,7 @@ from trainer.parallel.init_weights import allocate, initialize
 from trainer.parallel.mesh import Meshes, ParallelDims
 from trainer.parallel.parallelize import parallelize
 from trainer.parallel.parameter_storage import ParameterStorage
+from trainer.parallel.sample_layout import SampleLayout
 from trainer.parallel.stages import Stage, partition_blocks, stages_of_rank
 
 CPU = torch.device("cpu")
@@ -33,12 +34,16 @@ def build_model_parts(
     structure = model.structure()
     stages = stages_of_rank(partition_blocks(model, structure, config), meshes.model["pp"].get_local_rank(), config)
     settings = (stages, meshes, config, checkpointing, compiled, ParameterStorage(dtype=dtype))
-    run = {"seq_len": 16, "document_mask": False, "attention_backend": CPU_BACKEND, "float8": float8}
+    run = {"layout": layout_of(meshes), "attention_backend": CPU_BACKEND, "float8": float8}
     model_parts = parallelize(lambda: llama(sizes), structure, *settings, **run)
     for part in model_parts.values():
         allocate(part, CPU)
         initialize(part, seed=0)
     return model_parts, meshes
+
+
+def layout_of(meshes: Meshes) -> SampleLayout:
+    return SampleLayout(cp=meshes.data["cp"], seq_len=16, by_document=False, dtype=torch.float32)
 
 
 def build_model(sizes: LlamaSizes, config: ParallelConfig, **kwargs) -> Decoder:

@@ -35,7 +35,7 @@ def test_activations_are_flat_with_width_transfer_and_grow_without(monkeypatch, 
     flat, grown = (lines[lines.index(title) + 2 :][: 3 * len(ACTIVATIONS)] for title in titles)
     assert max(float(line.split()[-1]) for line in flat) < 0.25
     by_size = {key: float(line.split()[-1]) for key, line in zip(KEYS, grown, strict=True)}
-    assert by_size["attention", CHANGE] > 0.4 and by_size["feed-forward", CHANGE] > 0.4
+    assert by_size["mixer", CHANGE] > 0.4 and by_size["feed-forward", CHANGE] > 0.4
     assert by_size["embedding", BEFORE] == pytest.approx(-0.5, abs=0.05)
     assert "<svg" in picture.read_text() and lines[-2:-1] == [f"wrote {picture}"]
 

@@ -110,7 +110,7 @@ def notes_of_both(tiny, folder):
     printed, logged = dry(argv).splitlines(), []
     with mock.patch.object(notes, "log", logged.extend):
         train(combine(argv))
-    return printed, [note for note in logged if note.name != "attention"]  # a dry run allocates nothing on the device
+    return printed, [note for note in logged if note.name != "kernels"]  # a dry run allocates nothing on the device
 
 
 def test_a_run_logs_the_notes_that_its_dry_run_prints(ranks, tiny, tmp_path):

@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from models.components import attention_kernel
+from models.attention import AttentionKind, attention_kernel
 from models.context import Context
-from models.spec import LayerKind, Structure
+from models.spec import Structure
 from trainer.base.config import ConfigError
 from trainer.batch import IGNORE_INDEX
 from trainer.inference.next_logits import READ_HERE, NextLogits
-from trainer.parallel.attention import replace_modules
+from trainer.parallel.mixers import replace_modules
 
 _TOKENS_AT_ONCE = 4096
 """Limit of the tokens of all rows in one forward with a mask. It bounds the memory of long prompts."""
@@ -67,11 +67,12 @@ class CachedAttention(nn.Module):
     """Causal attention with a cache: new tokens attend to themselves and to cached tokens. The cache of a layer with a window
     contains at most twice as many columns as the window."""
 
-    def __init__(self, kind: LayerKind, kv_heads: int, width: int, dtype: torch.dtype, device: torch.device):
-        """width: number of values of a token and a kv head: of its key and of its value together."""
+    def __init__(self, kind: AttentionKind, tp: int, dtype: torch.dtype, device: torch.device):
+        """tp: number of ranks over which the heads are split."""
         super().__init__()
         self.kernel, self.window = attention_kernel(kind), kind.window
-        self.kv_cache = torch.empty(0, kv_heads, 0, width, dtype=dtype, device=device)
+        # The width is that of a key and of its value together.
+        self.kv_cache = torch.empty(0, kind.n_kv_heads // tp, 0, sum(kind.widths), dtype=dtype, device=device)
         self.first = self.end = 0
         """First cached column, and the column after the last."""
 
@@ -162,10 +163,10 @@ class KvCache:
             f"{structure.masks}.{name}": _CachedMask(kind.window, self._columns, dtype)
             for name, kind in structure.kinds.items()
         }
-        shape = sizes.n_kv_heads // (1 if group is None else group.size()), sum(sizes.head_widths)
-        for i, kind in enumerate(structure.layer_kinds):
-            layer = CachedAttention(structure.kinds[kind], *shape, dtype, self.device)
-            modules[f"{structure.blocks_path}.{i}.{structure.attention}"] = layer
+        tp = 1 if group is None else group.size()
+        for i in range(len(structure.layer_kinds)):
+            layer = CachedAttention(structure.kind(i), tp, dtype, self.device)
+            modules[structure.kernel(i)] = layer
             self._layers.append(layer)
         self._replaced = replace_modules(model, modules)
 

@@ -12,7 +12,9 @@ from trainer.data.sampling.loader import BatchPartition
 from trainer.data.tasks.encode import Request
 from trainer.data.tasks.packed_requests import PackedRequests
 from trainer.objective.document_scores import DocumentScores, score_requests
-from trainer.parallel.attention import attention_by_document, backend_of
+from trainer.parallel.attention import backend_of
+from trainer.parallel.mixers import mixers_by_document
+from trainer.parallel.sample_layout import SampleLayout
 from trainer.parallel.step import context_of
 
 _TOKENS_AT_ONCE = 4096
@@ -46,7 +48,8 @@ def score_continuations(
     def read(batch: Batch, readout: DocumentScores) -> Tensor:
         return model(batch.tokens, context_of(batch), head=readout.head(batch.labels, batch.documents, None))
 
-    by_document = attention_by_document([model], model.structure(), cp, seq_len, dtype, backend_of(device))
+    layout = SampleLayout(cp=cp, seq_len=seq_len, by_document=True, dtype=dtype)
+    by_document = mixers_by_document([model], model.structure(), layout, backend_of(device))
     with by_document():
         scores = score_requests(packed, read, rows, _CHUNK_TOKENS, False, device)
     pairs = zip(scores.log_probs.tolist(), scores.is_greedy.tolist(), strict=True)

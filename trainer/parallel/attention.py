@@ -4,8 +4,7 @@ Each kind of layer has one mask per forward. On a CPU it is a dense tensor that 
 mask of flex_attention (Dong et al. 2024, arXiv:2412.05496), which skips fully masked blocks.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,16 +14,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention import SDPBackend
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
-from models.components import attention_kernel
+from models.attention import AttentionKind, attention_kernel
 from models.context import Context
-from models.spec import LayerKind, Structure
 from trainer.parallel.context_parallel import AllGatherAttention, all_gather_sequence, shard_tensor
+from trainer.parallel.sample_layout import Replacement, SampleLayout
 
 
 class Mask(nn.Module):
     """A module that computes a causal mask. If by_document is true, tokens attend only to tokens of their own document."""
 
-    def __init__(self, kind: LayerKind, cp: DeviceMesh, by_document: bool, create: Callable[..., Tensor | BlockMask]):
+    def __init__(
+        self, kind: AttentionKind, cp: DeviceMesh, by_document: bool, create: Callable[..., Tensor | BlockMask]
+    ):
         """create: torch's create_block_mask, or another function with the same signature."""
         super().__init__()
         self.window = kind.window
@@ -83,7 +84,7 @@ def create_dense_mask(is_visible: Callable[..., Tensor], *sizes: int | None, dev
 
 
 class FlexAttention(nn.Module):
-    def __init__(self, kind: LayerKind, attend: Callable[..., Tensor]):
+    def __init__(self, kind: AttentionKind, attend: Callable[..., Tensor]):
         """attend: torch's flex_attention, which materializes all scores unless it is compiled."""
         super().__init__()
         self.kind = kind
@@ -127,9 +128,9 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
 class AttentionBackend:
     """Functions that make the masks and the kernels of attention."""
 
-    mask: Callable[[LayerKind, DeviceMesh, bool, torch.dtype], nn.Module]
+    mask: Callable[[AttentionKind, DeviceMesh, bool, torch.dtype], nn.Module]
     """Function (kind of layer, cp axis, by_document, dtype of the computation) -> module that computes the mask."""
-    attention: Callable[[LayerKind], nn.Module]
+    attention: Callable[[AttentionKind], nn.Module]
     """Function (kind of layer) -> kernel that takes the mask."""
 
 
@@ -147,124 +148,36 @@ def backend_of(device: torch.device) -> AttentionBackend:
     return CPU_BACKEND if device.type == "cpu" else GPU_BACKEND
 
 
-def is_plain(kind: LayerKind, seq_len: int, cp: int, by_document: bool) -> bool:
-    """Return whether a layer has causal attention to all earlier tokens of the sample, without further operations on the scores.
-
-    Args:
-        seq_len: Length of a sample, in tokens.
-        cp: Number of ranks over which each sequence is split.
-        by_document: Whether attention ends at document boundaries.
-    """
-    return cp == 1 and not by_document and not kind.has_window(seq_len) and kind.softcap is None and not kind.sinks
+def is_plain(kind: AttentionKind, layout: SampleLayout) -> bool:
+    """Return whether a layer has causal attention to all earlier tokens of the sample, without further operations on the
+    scores."""
+    is_whole = layout.cp.size() == 1 and not layout.by_document
+    return is_whole and not kind.has_window(layout.seq_len) and kind.softcap is None and not kind.sinks
 
 
-def kernel_name(
-    kind: LayerKind,
-    shapes: Sequence[tuple[int, ...]],
-    cp: int,
-    by_document: bool,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> str:
-    """Return the name of the attention kernel in training, such as "flash_attention". shapes: of q, k and v on a rank."""
-    is_masked = not is_plain(kind, shapes[1][2], cp, by_document)
+def kernel_name(kind: AttentionKind, layout: SampleLayout, tp: int, device: torch.device) -> str:
+    """See mixers.py."""
+    is_masked = not is_plain(kind, layout)
     if is_masked and device.type != "cpu":
         return "flex_attention"
     if kind.softcap is not None or kind.sinks:
         return "math"
-    q, k, v = (torch.empty(shape, dtype=dtype, device=device, requires_grad=True) for shape in shapes)
-    mask = torch.empty(1, 1, q.shape[2], k.shape[2], dtype=dtype, device=device) if is_masked else None
+    width, v_width = kind.widths
+    shapes = [(1, kind.n_heads // tp, layout.seq_len // layout.cp.size(), width)]
+    shapes += [(1, kind.n_kv_heads // tp, layout.seq_len, w) for w in (width, v_width)]
+    q, k, v = (torch.empty(shape, dtype=layout.dtype, device=device, requires_grad=True) for shape in shapes)
+    mask = torch.empty(1, 1, q.shape[2], k.shape[2], dtype=layout.dtype, device=device) if is_masked else None
     gqa = q.shape[1] != k.shape[1]
     return SDPBackend(torch._fused_sdp_choice(q, k, v, mask, is_causal=not is_masked, enable_gqa=gqa)).name.lower()
 
 
-def apply_attention(
-    model: nn.Module,
-    structure: Structure,
-    cp: DeviceMesh,
-    seq_len: int,
-    by_document: bool,
-    dtype: torch.dtype,
-    attention_backend: AttentionBackend,
-    recompute_gathers: Collection[str],
-) -> None:
-    """Replace the kernels and masks of the layers whose attention is not plain, in place.
+def replacement(kind: AttentionKind, layout: SampleLayout, backend: AttentionBackend) -> Replacement | None:
+    """Return the mask and the kernels of layers whose attention is not plain. Keys and values are gathered over cp."""
+    if is_plain(kind, layout):
+        return None
 
-    Args:
-        cp: The mesh of the ranks over which each sequence is split.
-        seq_len: Length of a sample, in tokens.
-        by_document: Whether attention ends at document boundaries.
-        dtype: Dtype of the computation.
-        recompute_gathers: Names of the blocks in which backward repeats the gather of keys and values.
-    """
-    arguments = structure, cp, seq_len, by_document, dtype, attention_backend, recompute_gathers
-    replace_modules(model, _modules_of(model, *arguments))
+    def kernel(recomputes: bool) -> nn.Module:
+        attend = backend.attention(kind)
+        return AllGatherAttention(attend, layout.cp, recomputes) if layout.cp.size() > 1 else attend
 
-
-def attention_by_document(
-    models: Iterable[nn.Module],
-    structure: Structure,
-    cp: DeviceMesh,
-    seq_len: int,
-    dtype: torch.dtype,
-    backend: AttentionBackend,
-) -> Callable[[], AbstractContextManager[None]]:
-    """Return a function that returns a context manager in which attention ends at document boundaries, also if it does not in
-    training. Its modules are made once: compiled blocks are compiled once for them.
-
-    Args:
-        models: This rank's stages.
-        structure: Of the model.
-        cp: Ranks over which samples are split.
-        seq_len: Length of a sample, in tokens.
-        dtype: Of the computation.
-        backend: Kernels and masks of the device.
-    """
-    modules = [(model, _modules_of(model, structure, cp, seq_len, True, dtype, backend, ())) for model in models]
-
-    @contextmanager
-    def by_document() -> Iterator[None]:
-        in_training = [(model, replace_modules(model, own)) for model, own in modules]
-        try:
-            yield
-        finally:
-            for model, replaced in in_training:
-                replace_modules(model, replaced)
-
-    return by_document
-
-
-def replace_modules(model: nn.Module, modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """Replace modules of a model, which are given by their paths. Return those that were replaced."""
-    replaced = {path: model.get_submodule(path) for path in modules}
-    for path, module in modules.items():
-        model.set_submodule(path, module)
-    return replaced
-
-
-def _modules_of(
-    model: nn.Module,
-    structure: Structure,
-    cp: DeviceMesh,
-    seq_len: int,
-    by_document: bool,
-    dtype: torch.dtype,
-    attention_backend: AttentionBackend,
-    recompute_gathers: Collection[str],
-) -> dict[str, nn.Module]:
-    """Return path -> module of the masks and kernels of layers whose attention is not plain. See apply_attention."""
-    replaced = {
-        name: kind for name, kind in structure.kinds.items() if not is_plain(kind, seq_len, cp.size(), by_document)
-    }
-    modules: dict[str, nn.Module] = {
-        f"{structure.masks}.{name}": attention_backend.mask(kind, cp, by_document, dtype)
-        for name, kind in replaced.items()
-    }
-    for name, _ in model.get_submodule(structure.blocks_path).named_children():
-        if (kind := replaced.get(structure.layer_kinds[int(name)])) is None:
-            continue
-        kernel = attention_backend.attention(kind)
-        if cp.size() > 1:
-            kernel = AllGatherAttention(kernel, cp, name in recompute_gathers)
-        modules[f"{structure.blocks_path}.{name}.{structure.attention}"] = kernel
-    return modules
+    return Replacement(backend.mask(kind, layout.cp, layout.by_document, layout.dtype), kernel)

@@ -16,7 +16,7 @@ the hidden state on stand for those of other stages before (stages.py), and labe
    are sharded like the weight.
 6. Linear modules and the method `product`, by those with adapters; blocks, which give adapters the keys of their dropout
    (adapters/apply.py). The adapters are sharded like the weights, and are added to the products that they find.
-7. Attention kernels and masks, which are replaced as modules (attention.py): those of the device.
+7. Kernels and masks of mixers, which are replaced as modules (mixers.py): those of the device.
 8. Blocks, by recomputing and compiled ones (activation_checkpoint.py). Both see sharded matrices and all products above.
 9. Blocks that recompute everything, whose input is offloaded (activation_offload.py). The checkpoint saves it where it begins.
 10. Without FSDP, blocks and the units outside them, which cast their parameters (unsharded.py). It is last, like FSDP, which
@@ -44,16 +44,17 @@ from trainer.adapters.nf4 import PAIRS_BYTES
 from trainer.base.config import ActivationCheckpointConfig, ParallelConfig
 from trainer.parallel.activation_checkpoint import RecomputePolicy, block_forward, recompute_policy
 from trainer.parallel.activation_offload import InputOffloader
-from trainer.parallel.attention import AttentionBackend, apply_attention
+from trainer.parallel.attention import AttentionBackend
 from trainer.parallel.experts import apply_experts
 from trainer.parallel.feed_forward import apply_gated_products
 from trainer.parallel.float8 import NO_FLOAT8, Float8, apply_float8
 from trainer.parallel.mesh import Meshes, ParallelDims
+from trainer.parallel.mixers import apply_mixers
 from trainer.parallel.parameter_storage import ParameterStorage, shards_parameters
 from trainer.parallel.rotation import apply_complex_rotation
+from trainer.parallel.sample_layout import SampleLayout
 from trainer.parallel.stages import Stage, prune_to_stage
 from trainer.parallel.tensor import apply_tensor
-from trainer.runtime.device import DTYPES
 
 
 def parallelize(
@@ -65,8 +66,7 @@ def parallelize(
     checkpointing: ActivationCheckpointConfig,
     compiled: bool,
     storage: ParameterStorage,
-    seq_len: int,
-    document_mask: bool,
+    layout: SampleLayout,
     attention_backend: AttentionBackend,
     adapt: Callable[[nn.Module], None] = lambda model: None,
     float8: Float8 = NO_FLOAT8,
@@ -81,14 +81,13 @@ def parallelize(
         parallel: Degrees and schedules.
         checkpointing: What blocks recompute.
         compiled: Whether to compile each block.
-        storage: How parameters are kept, and the dtype of the computation.
-        seq_len: Length of a sample, in tokens.
-        document_mask: Whether attention ends at document boundaries.
+        storage: How parameters are kept.
+        layout: Of the samples.
         attention_backend: Attention kernels and masks of the device.
         adapt: Freezes parameters of a stage and adds adapters to it.
         float8: Linear modules with products in float8.
     """
-    tp, cp = meshes.model["tp"], meshes.data["cp"]
+    tp = meshes.model["tp"]
     overlapped = parallel.async_tensor_parallel and tp.size() > 1
     configure_compiler(checkpointing, tp.get_group() if overlapped else None, bool(storage.quantized))
     offloader = InputOffloader(torch.device(meshes.model.device_type))
@@ -108,9 +107,7 @@ def parallelize(
             apply_experts(model, tp, meshes.experts["ep"], parallel.sequence_parallel)
         storage.replace_weights(model, meshes)
         adapt(model)
-        apply_attention(
-            model, structure, cp, seq_len, document_mask, DTYPES[storage.dtype], attention_backend, recompute_gathers
-        )
+        apply_mixers(model, structure, layout, attention_backend, recompute_gathers)
         for name, block in blocks.items():
             _recompute_and_compile(block, executions[name], checkpointing)
         if checkpointing.offload_inputs:

@@ -19,15 +19,15 @@ from trainer.data.build import Datasets
 from trainer.data.datasets import mixture_phases
 from trainer.data.sampling.loader import SampleOrder
 from trainer.evaluate import EvalSet
-from trainer.parallel.attention import kernel_name
+from trainer.parallel.mixers import kernel_name
 from trainer.parallel.parallelize import block_executions
+from trainer.parallel.sample_layout import SampleLayout
 from trainer.run.context_window import window_warning
 from trainer.run.rate_jump import rate_jump
 from trainer.run.resolve import ResolvedRun
 from trainer.run.resources import checkpoint_bytes, disk_free, remaining_checkpoints
 from trainer.run.training_data import epochs_of, phase_steps, target_share
 from trainer.runtime import device as devices
-from trainer.runtime.device import DTYPES
 from trainer.runtime.distributed import run_on_rank_0
 from trainer.state import TrainState
 from trainer.tasks import Task
@@ -77,17 +77,11 @@ def model_notes(config: Config, resolved: ResolvedRun, device: torch.device) -> 
     return notes + [Note("float8", line, warns=True) for line in _float8_warnings(config, resolved, device)]
 
 
-def attention_note(config: Config, resolved: ResolvedRun, device: torch.device) -> Note:
-    """Return the names of the attention kernels, for which tensors are allocated on the device: a dry run, which may
-    share it with a run, has no such note."""
-    sizes, dims, seq_len = resolved.sizes, resolved.dims, config.training.seq_len
-    width, v_width = sizes.head_widths
-    q = 1, sizes.n_heads // dims.tp, seq_len // dims.cp, width
-    k, v = ((1, sizes.n_kv_heads // dims.tp, seq_len, w) for w in (width, v_width))
-    dtype, by_document = DTYPES[config.training.compute_dtype], config.data.document_mask
-    kinds = resolved.structure.kinds.values()
-    names = (kernel_name(kind, (q, k, v), dims.cp, by_document, dtype, device) for kind in kinds)
-    return Note("attention", ", ".join(dict.fromkeys(names)))
+def kernel_note(resolved: ResolvedRun, layout: SampleLayout, device: torch.device) -> Note:
+    """Return the names of the mixers' kernels, for which tensors are allocated on the device: a dry run, which may share it with
+    a run, has no such note."""
+    names = (kernel_name(kind, layout, resolved.dims.tp, device) for kind in resolved.structure.kinds.values())
+    return Note("kernels", ", ".join(dict.fromkeys(names)))
 
 
 def _optimizer_lines(config: Config, resolved: ResolvedRun) -> list[str]:

@@ -16,7 +16,7 @@ from torch.distributed.pipelining import _utils as pipelining
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
-from models.components import CausalAttention
+from models.attention import CausalAttention
 from models.context import Context
 from trainer.adapters.nf4 import CODES
 from trainer.objective import cross_entropy

@@ -286,7 +286,8 @@ BUGS = {
         ("cp=2 data.document_mask=false",),
         lambda: _after_init(Mask, lambda mask: setattr(mask, "window", mask.window and mask.window + 1)),
         applies=lambda config, resolved: any(
-            kind.has_window(config.training.seq_len) for kind in resolved.structure.kinds.values()
+            kind.reach(config.training.seq_len) < config.training.seq_len - 1
+            for kind in resolved.structure.kinds.values()
         ),
         leaks=True,
     ),

@@ -34,7 +34,7 @@ from trainer.parallel.step import context_of
 from trainer.run.resolve import ResolvedRun, resolve, resolve_model
 from trainer.tools.testing.ranks import LocalRanks
 
-ACTIVATIONS = ("embedding", "attention", "feed-forward", "last norm", "logits")
+ACTIVATIONS = ("embedding", "mixer", "feed-forward", "last norm", "logits")
 """Results of the embedding, of the layers of all blocks, of the last norm and of the output."""
 BEFORE, AFTER, CHANGE = "before", "after", "change"
 """Sizes of an activation before the first step and after the last one, and of the difference."""
@@ -68,7 +68,7 @@ def _activations(engine: Engine, resolved: ResolvedRun, batch: Batch) -> dict[st
         "last norm": [model.get_submodule(structure.post_blocks[0])],
     }
     blocks = list(model.get_submodule(structure.blocks_path).children())
-    modules |= {"attention": [b.attention for b in blocks], "feed-forward": [b.feed_forward for b in blocks]}
+    modules |= {"mixer": [b.mixer for b in blocks], "feed-forward": [b.feed_forward for b in blocks]}
     found: dict[str, list[Tensor]] = {name: [] for name in modules}
     hooks = [
         module.register_forward_hook(lambda _module, _inputs, result, name=name: found[name].append(result.float()))
