@@ -10,6 +10,7 @@ from models.mixtral import MIXTRAL
 from models.olmo import OLMO2, OLMO3, OLMOE
 from models.phi import PHI
 from models.qwen import QWEN2_5, QWEN3, QWEN3_MOE
+from models.qwen_next import QWEN3_5, QWEN3_NEXT
 from models.smollm import SMOLLM3
 from models.spec import ModelSpec
 
@@ -34,4 +35,6 @@ MODELS: dict[str, ModelSpec] = {
     "qwen3-moe": QWEN3_MOE,
     "deepseek-v3": DEEPSEEK_V3,
     "gpt-oss": GPT_OSS,
+    "qwen3-next": QWEN3_NEXT,
+    "qwen3.5": QWEN3_5,
 }

@@ -183,9 +183,13 @@ class Attention(nn.Module):
             w(x).unflatten(-1, (-1, self.head_dim))  # (batch, seq, local heads, head_dim)
             for w in (self.wq, self.wk, self.wv)
         )
+        return self.wo(self.attend(q, k, v, context).flatten(-2))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
+        """Return the result of each head, (batch, seq, local heads, head_dim), for queries, keys and values likewise."""
         q, k = self.encode_positions(self.q_norm(q), self.k_norm(k), context.rope)
         out = self.core(*(x.transpose(1, 2) for x in (q, k, v)), context.mask, self.sinks)
-        return self.wo(out.transpose(1, 2).flatten(-2))
+        return out.transpose(1, 2)
 
     def encode_positions(self, q: Tensor, k: Tensor, rope: Any) -> tuple[Tensor, Tensor]:
         return self.rotate(q, rope), self.rotate(k, rope)

@@ -1,7 +1,8 @@
 """Components of a decoder besides its mixers: norms, feed-forward layers, embedding and output.
 
 A module states facts about itself in class variables: TENSOR, BUFFERS and BIASES, which models/spec.py explains, WIDTH
-(models/width.py), and INTO_RESIDUAL, the names of its matrices whose products are added to the residual stream.
+(models/width.py), INTO_RESIDUAL, the names of its matrices whose products are added to the residual stream, and INITIAL, a dict:
+name of a parameter -> function (rows, generator) that draws its initial values.
 """
 
 from collections.abc import Callable

@@ -1,8 +1,8 @@
 """Parts of Hugging Face's config.json that several model families share: positional encoding and windows, read and written."""
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields
-from typing import Any
+from typing import Any, get_args
 
 from models.sizes import ROPES, Sizes, require, text_of
 
@@ -26,8 +26,8 @@ ROPE_FIELDS = {
 }
 """Name of a size -> its key in the object rope_scaling or rope_parameters of config.json."""
 
-LAYER_TYPES = {"full": "full_attention", "sliding": "sliding_attention"}
-"""Type of layer in models.sizes.WindowedSizes -> its name in config.json."""
+LAYER_TYPES = {"full": "full_attention", "sliding": "sliding_attention", "linear": "linear_attention"}
+"""Type of layer in the sizes of a family -> its name in config.json."""
 
 
 def text_config(config: Config) -> Config:
@@ -141,18 +141,26 @@ def write_rope_by_type(sizes: Any, sliding_theta: float) -> dict[str, Any]:
     return {"rope_parameters": {"full_attention": full, "sliding_attention": sliding}}
 
 
-def with_layer_types(config: Config, is_sliding: Callable[[int], bool]) -> Config:
-    """Return the configuration with the types of all layers, unless it has them. is_sliding: function (index of a layer)."""
-    types = [LAYER_TYPES["sliding" if is_sliding(i) else "full"] for i in range(config["num_hidden_layers"])]
+def with_layer_types(config: Config, is_other: Callable[[int], bool], other: str = "sliding") -> Config:
+    """Return the configuration with the types of all layers, unless it has them.
+
+    Args:
+        config: Content of config.json.
+        is_other: Function (index of a layer) -> whether it is of the other type than "full".
+        other: This type.
+    """
+    types = [LAYER_TYPES[other if is_other(i) else "full"] for i in range(config["num_hidden_layers"])]
     return {**config, "layer_types": first(config.get("layer_types"), types)}
 
 
-def read_windows(config: Config, sizes: Container[str]) -> dict[str, Any]:
-    """Return the window and the types of the layers. If they are not listed, all layers have the window. sizes: names of the
+def read_windows(config: Config, sizes_type: type[Sizes]) -> dict[str, Any]:
+    """Return the window and the types of the layers. If they are not listed, all layers have the window. sizes_type: class of the
     family's sizes. Raises ValueError."""
+    sizes = {f.name: f.type for f in fields(sizes_type)}
+    types = get_args(get_args(sizes["layer_types"])[0]) if "layer_types" in sizes else ("full", "sliding")
     window = config.get("sliding_window") if "window" in sizes else None
-    names, layers = {hf: name for name, hf in LAYER_TYPES.items()}, config["num_hidden_layers"]
-    full, sliding = names
+    names, layers = {LAYER_TYPES[name]: name for name in types}, config["num_hidden_layers"]
+    full, sliding = LAYER_TYPES["full"], LAYER_TYPES["sliding"]
     listed = first(config.get("layer_types"), [full if window is None else sliding] * layers)
     if not isinstance(listed, list) or len(listed) != layers:
         raise ValueError("layer_types must have one entry for each of the num_hidden_layers layers")

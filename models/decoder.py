@@ -74,9 +74,13 @@ class Decoder(nn.Module):
         """See models.spec.Model. Matrices are drawn from a normal distribution with variance 1 / (number of inputs)
         (LeCun et al. 1998, "Efficient BackProp"). The variance of the embedding table is 1 / dim, because the table may also be
         the output weight. Matrices whose products are added to the residual stream (INTO_RESIDUAL) are divided by
-        sqrt(2 n_layers) (Radford et al. 2019, GPT-2). Norms start as multiplications by one, biases at zero."""
-        module = self.get_submodule(name.rpartition(".")[0])
-        if isinstance(module, nn.RMSNorm):
+        sqrt(2 n_layers) (Radford et al. 2019, GPT-2). Norms start as multiplications by one, biases at zero. A module draws the
+        parameters that it names in INITIAL itself."""
+        owner, _, leaf = name.rpartition(".")
+        module = self.get_submodule(owner)
+        if (draw := getattr(module, "INITIAL", {}).get(leaf)) is not None:
+            draw(rows, generator)
+        elif isinstance(module, nn.RMSNorm):
             rows.fill_(0.0 if isinstance(module, OffsetRMSNorm) else 1.0)
         elif is_bias(self, name):
             rows.zero_()

@@ -52,7 +52,7 @@ def _read_sizes(hf: HuggingFace, config: Config) -> Any:
     _check(hf, config, {f for f in own - common if f.name not in hf.omitted})
     values = {f.name: config[_key(hf, f.name)] for f in own if _key(hf, f.name) in config}
     names = {f.name for f in fields(hf.sizes_type)}
-    values |= read_windows(config, names) | read_rope(config, hf.sizes_type)
+    values |= read_windows(config, hf.sizes_type) | read_rope(config, hf.sizes_type)
     try:
         sizes = hf.sizes_type(**{name: value for name, value in values.items() if name in names})
     except SizeError as error:

@@ -47,15 +47,21 @@ def stored_name(hf: HuggingFace, matrix: str) -> str:
 
 def stored_tensors(hf: HuggingFace, matrices: Iterable[str]) -> dict[str, list[str]]:
     """Return name of a stored tensor -> names of the matrices whose rows it contains, in order. See `stored_name`."""
-    order = {module: i for i, module in enumerate(hf.names)}
     stored: dict[str, list[str]] = {}
     for matrix in matrices:
         stored.setdefault(stored_name(hf, matrix), []).append(matrix)
     joined = {name for name, group in stored.items() if len(group) > 1 and stack_of(hf, group[0]) is None}
     return {
-        name: sorted(group, key=lambda m: order[_split(m)[1]]) if name in joined else group
+        name: sorted(group, key=lambda matrix: _place(hf, matrix)) if name in joined else group
         for name, group in stored.items()
     }
+
+
+def _place(hf: HuggingFace, parameter: str) -> int:
+    """Return the place of a parameter's name among those of the family."""
+    _, module, leaf = _split(parameter)
+    names = list(hf.names)
+    return names.index(f"{module}.{leaf}" if f"{module}.{leaf}" in names else module)
 
 
 def stacked_matrix(hf: HuggingFace, matrices: Mapping[str, Tensor]) -> Tensor:

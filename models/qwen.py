@@ -130,7 +130,7 @@ QWEN3 = ModelSpec(
 )
 
 
-def _read_moe(config: Config) -> Config:
+def read_sparse_layers(config: Config) -> Config:
     """Return the configuration with the dense layers as sparse_layers."""
     step, dense = first(config.get("decoder_sparse_step"), 1), first(config.get("mlp_only_layers"), [])
     require("decoder_sparse_step", step, int)
@@ -140,13 +140,22 @@ def _read_moe(config: Config) -> Config:
     if not any(sparse):
         values = f"mlp_only_layers {text_of(dense)} and decoder_sparse_step {step}"
         raise ValueError(f"{values} must leave a layer with experts: without experts it is a dense model")
+    return {**config, "sparse_layers": sparse}
+
+
+def write_sparse_layers(sizes: PartlySparseSizes) -> Config:
+    """Inverse of read_sparse_layers."""
+    dense = [i for i, is_sparse in enumerate(sizes.all_sparse_layers) if not is_sparse]
+    return {"mlp_only_layers": dense, "decoder_sparse_step": 1}
+
+
+def _read_moe(config: Config) -> Config:
     window = config.get("sliding_window") if config.get("use_sliding_window") else None
-    return {**config, "sliding_window": window, "sparse_layers": sparse}
+    return {**read_sparse_layers(config), "sliding_window": window}
 
 
 def _write_moe(sizes: Qwen3MoeSizes) -> Config:
-    dense = [i for i, is_sparse in enumerate(sizes.all_sparse_layers) if not is_sparse]
-    return {"use_sliding_window": sizes.window is not None, "mlp_only_layers": dense, "decoder_sparse_step": 1}
+    return {"use_sliding_window": sizes.window is not None} | write_sparse_layers(sizes)
 
 
 _qwen3_moe = partial(

@@ -223,22 +223,13 @@ class WindowedSizes(DecoderSizes):
         return ("full" if self.window is None else "sliding",) * self.n_layers
 
 
-@dataclass(frozen=True, kw_only=True)
-class MixedSizes(WindowedSizes):
-    """Sizes of a family in which some layers attend to a window of keys."""
-
-    layer_types: tuple[Literal["full", "sliding"], ...] = ("full",)
-    """Types of the layers in order. The sequence is repeated up to n_layers. Layers of the type "sliding" have the window."""
+class TypedLayers:
+    """Part of the sizes of a family whose layers are of several types: `layer_types`, which is repeated up to n_layers."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.layer_types:
             raise SizeError("layer_types must name at least one type", "layer_types")
-        if ("sliding" in self.all_layer_types) != (self.window is not None):
-            message = (
-                f"window {self.window}: a window is needed if layer_types contains sliding, and has no effect otherwise"
-            )
-            raise SizeError(message, "window", "layer_types", "n_layers")
         # Equal models have equal sizes.
         object.__setattr__(self, "layer_types", shortest_period(self.all_layer_types))
 
@@ -247,6 +238,22 @@ class MixedSizes(WindowedSizes):
         return repeated(self.layer_types, self.n_layers)
 
     layer_kinds = all_layer_types
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixedSizes(TypedLayers, WindowedSizes):
+    """Sizes of a family in which some layers attend to a window of keys."""
+
+    layer_types: tuple[Literal["full", "sliding"], ...] = ("full",)
+    """Types of the layers in order. The sequence is repeated up to n_layers. Layers of the type "sliding" have the window."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if ("sliding" in self.all_layer_types) != (self.window is not None):
+            message = (
+                f"window {self.window}: a window is needed if layer_types contains sliding, and has no effect otherwise"
+            )
+            raise SizeError(message, "window", "layer_types", "n_layers")
 
 
 @dataclass(frozen=True, kw_only=True)

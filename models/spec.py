@@ -88,8 +88,9 @@ def saved_weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def is_bias(model: nn.Module, name: str) -> bool:
-    """Return whether a parameter is a bias, which starts at zero and has no weight decay: `bias`, and the parameters that the
-    module which has it names in BIASES. The number of dims does not tell: the biases of experts are stacked.
+    """Return whether a parameter is a bias, or is treated as one: it is no matrix that mixes hidden values, and has no weight
+    decay. Biases are `bias`, and the parameters that the module which has it names in BIASES. The number of dims does not tell:
+    the biases of experts are stacked.
 
     Args:
         model: Contains the parameter. It may be parallelized.
@@ -119,6 +120,8 @@ class LayerKind(ABC):
     """Name of the mixer in its block."""
     HEADS: ClassVar[tuple[str, ...]]
     """Names of the sizes that count the mixer's heads, over which tensor parallelism splits it."""
+    IS_RECURRENT: ClassVar[bool] = False
+    """Whether a state passes from token to token. If not, each token sees others directly."""
     rope: Callable[[Tensor], Any] | None = None
     """Function (positions) -> positional encoding, Context.rope of the blocks. None: the layers have no positional encoding."""
 
@@ -165,6 +168,11 @@ class Structure:
     """Names of the masks, and descriptions of the mixers that use them."""
     layer_kinds: tuple[str, ...]
     """Kind of each block, a key of `kinds`."""
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether some mixers are recurrences."""
+        return any(kind.IS_RECURRENT for kind in self.kinds.values())
 
     def kind(self, block: int) -> LayerKind:
         """Return the kind of a block, which is given by its index."""

@@ -41,6 +41,9 @@ _DEEPSEEK = {
     **{"num_key_value_heads": 4, "kv_lora_rank": 20, "qk_nope_head_dim": 6, "qk_rope_head_dim": 8, "v_head_dim": 10},
     **{"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1, "num_nextn_predict_layers": 0},
 }
+_DELTA = {
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 12, "linear_value_head_dim": 10},
+}
 _TIED, _MHA = {"tie_word_embeddings": True}, {"num_key_value_heads": 4}
 _TYPES = ["full_attention", "sliding_attention"]
 
@@ -150,6 +153,18 @@ CONFIGS: dict[str, list[dict]] = {
         {"num_attention_heads": 2, "rope_parameters": _LONG, "original_max_position_embeddings": 16} | _TIED,
         {"num_attention_heads": 2, "rope_parameters": _LONG | {"factor": 4.01}, "original_max_position_embeddings": 16},
         {"num_attention_heads": 2, "rope_parameters": _LONG | {"attention_factor": 1.5}, "original_max_position_embeddings": 48},
+    ],
+    "qwen3-next": [
+        _DELTA | {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+        | {"shared_expert_intermediate_size": 20},
+        _DELTA | {"head_dim": 24, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
+        | {"shared_expert_intermediate_size": 56, "norm_topk_prob": False, "mlp_only_layers": [1], "attention_bias": True}
+        | {"linear_num_key_heads": 4, "linear_conv_kernel_dim": 3, "full_attention_interval": 2} | _TIED,
+    ],
+    "qwen3.5": [
+        _DELTA | {"head_dim": 16} | _TIED,
+        _DELTA | {"head_dim": 24, "linear_num_key_heads": 4, "linear_conv_kernel_dim": 2, "attention_bias": True}
+        | {"layer_types": ["full_attention", "linear_attention"] * 2, "partial_rotary_factor": 0.5},
     ],
 }  # fmt: skip
 """Model family -> configurations. Each of the family's traits is on in one configuration and off in another."""

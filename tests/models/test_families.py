@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from models import MODELS
+from models.delta_net import RecurrentKind
 from models.huggingface_config import read_sizes, write_config
 from models.spec import meta_model
 from tests.models import random_configs
@@ -208,7 +209,10 @@ def test_old_files_are_read(name):
 
 @pytest.mark.parametrize(("family", "index"), CASES)
 def test_logits_and_every_gradient_equal_those_of_transformers(family, index):
-    assert_equal(MODELS[family], model_of(family, index), hf_model_of(family, index))
+    model = model_of(family, index)
+    # Rounding errors of a recurrence grow over the sequence: both implementations are as far from fp64.
+    limit = 1e-4 if any(isinstance(kind, RecurrentKind) for kind in model.kinds.values()) else 1e-5
+    assert_equal(MODELS[family], model, hf_model_of(family, index), limit)
 
 
 @pytest.mark.parametrize("family", random_configs.FAMILIES)

@@ -1,4 +1,5 @@
-"""A cache of keys and values for a batch of texts of different lengths.
+"""A cache of what the mixers keep of earlier tokens, for a batch of texts of different lengths: keys and values of attention, and
+the states of recurrences.
 
 The texts, one in each row, end in the same column. Columns before the first token of a row are padding: they contain this token
 again, and only padding attends to them. So a window of columns is a window of tokens, and nothing in a row depends on another.
@@ -13,8 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from models.affine_scan import AffineMaps
 from models.attention import AttentionKind, attention_kernel
 from models.context import Context
+from models.delta_net import Carry, RecurrentKind
 from models.spec import Structure
 from trainer.base.config import ConfigError
 from trainer.batch import IGNORE_INDEX
@@ -40,11 +43,11 @@ class _Columns:
 
 
 class _CachedMask(nn.Module):
-    """The mask of one kind of layer over the cached columns that a window reaches and the new ones."""
+    """The mask of one kind of attention over the cached columns that a window reaches and the new ones."""
 
-    def __init__(self, window: int | None, columns: _Columns, dtype: torch.dtype):
+    def __init__(self, kind: AttentionKind, columns: _Columns, dtype: torch.dtype):
         super().__init__()
-        self.window, self.columns, self.dtype = window, columns, dtype
+        self.window, self.columns, self.dtype = kind.window, columns, dtype
 
     def forward(self, context: Context) -> Tensor | None:
         """Return what is added to the scores, (rows, 1, new columns, columns). None: the kernel is causal without a mask."""
@@ -75,6 +78,10 @@ class CachedAttention(nn.Module):
         self.kv_cache = torch.empty(0, kind.n_kv_heads // tp, 0, sum(kind.widths), dtype=dtype, device=device)
         self.first = self.end = 0
         """First cached column, and the column after the last."""
+
+    def kernel_of_layer(self) -> nn.Module:
+        """Return the module that takes the place of the layer's kernel."""
+        return self
 
     def reserve(self, rows: int, columns: int) -> None:
         """Provide memory. The first rows keep their content, if there is any."""
@@ -126,8 +133,77 @@ class CachedAttention(nn.Module):
         return kv
 
 
+class _CachedDocuments(nn.Module):
+    """The mask of recurrences: padding is another document than the text that follows it, so the state begins with the text."""
+
+    def __init__(self, kind: RecurrentKind, columns: _Columns, dtype: torch.dtype):
+        super().__init__()
+        self.before, self.columns = kind.filter_width - 1, columns
+
+    def forward(self, context: Context) -> Tensor | None:
+        """Return the documents of DeltaRule. None: neither the new columns nor those that a convolution reads are padding."""
+        start, new = self.columns.end, context.positions.shape[1]
+        if self.columns.padding <= max(0, start - self.before):
+            return None
+        columns = torch.arange(start - self.before, start + new, device=context.positions.device)
+        return (columns >= self.columns.starts[:, None]).long()
+
+
+class CachedState(Carry):
+    """What a recurrence keeps of the cached tokens: a state for each head, and the tokens that a convolution reads."""
+
+    def __init__(self, kind: RecurrentKind, tp: int, dtype: torch.dtype, device: torch.device):
+        """tp: number of ranks over which the heads are split."""
+        super().__init__()
+        self.kind = kind
+        self.state = torch.zeros(0, kind.value_heads // tp, *kind.widths, device=device)
+        self.tokens = torch.zeros(0, kind.filter_width - 1, kind.channels // tp, dtype=dtype, device=device)
+        self.end = 0
+        """Number of columns after which this is the state."""
+
+    def kernel_of_layer(self) -> nn.Module:
+        return self.kind.kernel(self)
+
+    def reserve(self, rows: int, columns: int) -> None:
+        """See CachedAttention. A state takes the same memory for any number of columns."""
+        for name in ("state", "tokens"):
+            old = getattr(self, name)
+            new = old.new_zeros(rows, *old.shape[1:])
+            new[: min(rows, len(old))] = old[:rows]
+            setattr(self, name, new)
+
+    def truncate(self, length: int) -> bool:
+        """See CachedAttention. An earlier state is not known any more."""
+        if length == self.end:
+            return True
+        self.end = 0
+        self.state.zero_()
+        self.tokens.zero_()
+        return False
+
+    def select(self, rows: Tensor) -> None:
+        """See CachedAttention."""
+        self.state[: len(rows)], self.tokens[: len(rows)] = self.state[rows], self.tokens[rows]
+
+    def tokens_before(self, x: Tensor, count: int) -> Tensor:
+        before = self.tokens[: len(x)].clone()
+        self.tokens[: len(x)] = torch.cat((before, x), 1)[:, -count:]
+        self.end += x.shape[1]
+        return before
+
+    def state_before(self, maps: AffineMaps) -> Tensor:
+        return self.state[: maps.b.shape[1]]
+
+    def keep(self, state: Tensor) -> None:
+        self.state[: len(state)] = state
+
+
+_CACHES = {AttentionKind: (CachedAttention, _CachedMask), RecurrentKind: (CachedState, _CachedDocuments)}
+"""Class of a kind of layer -> the caches of its mixers, and the mask over the cached columns."""
+
+
 class KvCache:
-    """A model whose layers cache keys and values, and the texts that they have seen. A Backend of the engine."""
+    """A model whose layers cache what they need of earlier tokens, and the texts that they have seen. A Backend of the engine."""
 
     def __init__(
         self,
@@ -145,7 +221,7 @@ class KvCache:
             model: May be sharded.
             structure: Of the model.
             sizes: Dimensions of the model.
-            dtype: Of keys and values.
+            dtype: Of what is cached.
             group: Ranks over which the heads are split. None: this rank has all.
             max_seq_len: Maximum number of tokens of a text and its prompt.
             max_rows: Maximum number of texts that are generated at once.
@@ -158,15 +234,16 @@ class KvCache:
         self._model, self._vocab_size, self.dtype = model, sizes.vocab_size, dtype
         self.group, self.max_seq_len, self.max_rows = group, max_seq_len, max_rows
         self.device = next(model.parameters()).device
-        self._layers: list[CachedAttention] = []
+        self._layers: list[CachedAttention | CachedState] = []
         modules: dict[str, nn.Module] = {
-            f"{structure.masks}.{name}": _CachedMask(kind.window, self._columns, dtype)
+            f"{structure.masks}.{name}": _CACHES[type(kind)][1](kind, self._columns, dtype)
             for name, kind in structure.kinds.items()
         }
         tp = 1 if group is None else group.size()
         for i in range(len(structure.layer_kinds)):
-            layer = CachedAttention(structure.kind(i), tp, dtype, self.device)
-            modules[structure.kernel(i)] = layer
+            kind = structure.kind(i)
+            layer = _CACHES[type(kind)][0](kind, tp, dtype, self.device)
+            modules[structure.kernel(i)] = layer.kernel_of_layer()
             self._layers.append(layer)
         self._replaced = replace_modules(model, modules)
 

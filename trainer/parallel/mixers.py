@@ -8,12 +8,13 @@ import torch
 from torch import nn
 
 from models.attention import AttentionKind
+from models.delta_net import RecurrentKind
 from models.spec import LayerKind, Structure
-from trainer.parallel import attention
+from trainer.parallel import attention, recurrence
 from trainer.parallel.attention import AttentionBackend
 from trainer.parallel.sample_layout import SampleLayout
 
-_FILES = {AttentionKind: attention}
+_FILES = {AttentionKind: attention, RecurrentKind: recurrence}
 """Class of a kind -> the module that has `replacement` and `kernel_name` for it."""
 
 
