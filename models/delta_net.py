@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +32,10 @@ class RecurrentKind(LayerKind):
     """Number of tokens that a convolution reads: a token's own and those before it."""
 
     @property
+    def reads_before(self) -> int:
+        return self.filter_width - 1
+
+    @property
     def channels(self) -> int:
         """Number of values of a token's queries, keys and values together."""
         return 2 * self.key_heads * self.widths[0] + self.value_heads * self.widths[1]
@@ -52,7 +56,7 @@ class RecurrentKind(LayerKind):
 
 
 class WholeSample(nn.Module):
-    """The mask of recurrences whose state passes all tokens of a row, even if they belong to different documents."""
+    """The mask of recurrences whose state passes through all tokens of a row, even of several documents."""
 
     def forward(self, context: Context) -> Tensor | None:
         return None
@@ -88,8 +92,9 @@ class DeltaRule(nn.Module):
 
         S_t = a_t (1 - b_t k_t k_t^T) S_t-1 + b_t k_t v_t^T        o_t = S_t^T q_t
 
-    It is computed in chunks of tokens, in fp32 (in fp64, if that is the dtype), as in section 3.3 of the paper. Queries, keys and values pass a short convolution
-    before; queries and keys are divided by their norms.
+    Before, queries, keys and values pass a short convolution, and queries and keys are divided by their norms. All is computed in
+    fp32 (in fp64, if that is the dtype), and in chunks of tokens, as in section 3.3 of the paper: within a chunk by products of
+    matrices, from chunk to chunk by the state.
     """
 
     def __init__(self, carry: Carry):
@@ -120,7 +125,7 @@ class DeltaRule(nn.Module):
         groups = v.shape[2] // k.shape[2]  # heads of values that share queries and keys
         q, k = (x.repeat_interleave(groups, 2) for x in (q, k)) if groups > 1 else (q, k)
         segments = None if documents is None else segments_of(documents, filters[0].shape[-1] - 1)
-        out = self._in_chunks(q, k, v, rows(log_decay), rows(beta), segments)
+        out = self._in_chunks(q, k, v, rows(log_decay)[..., None], rows(beta), segments)
         return self.carry.batch(out).type_as(qkv[2])
 
     def _convolved(self, qkv: Sequence[Tensor], filters: Sequence[Tensor], documents: Tensor | None) -> list[Tensor]:
@@ -140,57 +145,76 @@ class DeltaRule(nn.Module):
         """Return the result for rows of tokens, (rows, tokens, heads, value_dim). See forward and segments_of."""
         tokens = q.shape[1]
         size = min(CHUNK, tokens)
-        q, k, v, g, b = (chunked(x, size) for x in (q, k, v, log_decay[..., None], beta[..., None]))
-        g = g.cumsum(-2)  # (chunks, rows, heads, size, 1)
-        boundaries = Boundaries.of(segments, size, g)
-        # What a token takes from each token of its chunk, before their products.
-        between = boundaries.between(g)
-        system = (b * k @ k.mT) * between
-        in_state = g.exp() * boundaries.sees_state
-        to_end = (g[..., -1:, :] - g).exp() * boundaries.reaches_end
-        # Corrections of the chunk's tokens: u - w S, for the state S before the chunk.
-        u_w = torch.linalg.solve_triangular(
-            system, torch.cat((b * v, b * k * in_state), -1), upper=False, unitriangular=True
-        )
+        q, k, v, g, b = (chunked(x, size) for x in (q, k, v, log_decay, beta[..., None]))
+        boundaries = boundaries_of(segments, size, g)
+        # Sums over a chunk's tokens, (chunks, rows, heads, size, 1). Those before a boundary must not even change the rounding.
+        g = g.cumsum(-2) if segments is None else boundaries.visible.type_as(g) @ g
+        from_before, to_after = decays_of(g, boundaries)
+        system, scores = self.products((b * k, q), k, g, boundaries.visible)
+        # A token corrects u - w S, for the state S before the chunk: its own correction less those of the chunk's earlier tokens.
+        corrections = torch.cat((b * v, b * k * from_before), -1)
+        u_w = torch.linalg.solve_triangular(system, corrections, upper=False, unitriangular=True)
         u, w = u_w.split((v.shape[-1], k.shape[-1]), -1)
-        kept = (k * to_end).mT
-        passes = in_state[..., -1:, :]
-        maps = AffineMaps(passes * torch.eye(k.shape[-1], dtype=k.dtype, device=k.device) - kept @ w, kept @ u)
+        added = (k * to_after).mT
+        remains = from_before[..., -1:, :] * torch.eye(k.shape[-1], dtype=k.dtype, device=k.device)
+        maps = AffineMaps(remains - added @ w, added @ u)
         states = maps.states(self.carry.state_before(maps))
         self.carry.keep(states[-1])
         before = states[:-1]
-        out = (q * in_state) @ before + (q @ k.mT * between) @ (u - w @ before)
+        out = (q * from_before) @ before + scores @ (u - w @ before)
         return out.permute(1, 0, 3, 2, 4).flatten(1, 2)[:, :tokens]
 
+    def products(self, factors: Sequence[Tensor], k: Tensor, g: Tensor, visible: Tensor) -> list[Tensor]:
+        """Return the products of the tokens of a chunk (rows) with the keys that they see (columns), which have decayed since,
+        (chunks, rows, heads, size, size), for each factor.
 
-@dataclass
-class Boundaries:
-    """Which tokens of a chunk, and which state, the tokens of a chunk see. Each is 1 or 0."""
+        Args:
+            factors: Each (chunks, rows, heads, size, key_dim).
+            k: Likewise.
+            g: Sums of the logarithms of the decay, (chunks, rows, heads, size, 1).
+            visible: See Boundaries.
+        """
+        decay = (g - g.mT).masked_fill(~visible, float("-inf")).exp()
+        return [x @ k.mT * decay for x in factors]
+
+
+class Boundaries(NamedTuple):
+    """What the tokens of a chunk see, boolean."""
 
     visible: Tensor
-    """Of a token for a later one, (..., size, size), boolean."""
-    sees_state: Tensor | float
-    """Of the state before the chunk for a token, (chunks, rows, 1, size, 1)."""
-    reaches_end: Tensor | float
-    """Of a token for the state after the chunk, likewise."""
+    """Whether a token (row) sees a token (column), (..., size, size)."""
+    sees_state: Tensor | None
+    """Whether a token sees the state before the chunk, (chunks, rows, 1, size, 1). None: all do."""
+    reaches_end: Tensor | None
+    """Whether the state after the chunk contains a token, likewise."""
 
-    @staticmethod
-    def of(segments: Tensor | None, size: int, like: Tensor) -> "Boundaries":
-        """Return the boundaries of chunks of a size. like: a tensor of the device and of the dtype."""
-        causal = torch.ones(size, size, dtype=torch.bool, device=like.device).tril()
-        if segments is None:
-            return Boundaries(causal, 1.0, 1.0)
-        padding = -segments.shape[1] % size
-        segments = torch.cat((segments, segments[:, -1:].expand(-1, padding)), 1)
-        own = segments.unflatten(1, (-1, size)).transpose(0, 1)[:, :, None, :, None]  # (chunks, rows, 1, size, 1)
-        last = own[..., -1:, :]
-        before = torch.cat((torch.zeros_like(last[:1]), last[:-1]))
-        return Boundaries(causal & (own == own.mT), (own == before).to(like.dtype), (own == last).to(like.dtype))
 
-    def between(self, g: Tensor) -> Tensor:
-        """Return the decay from a token (column) to a later one (row), (chunks, rows, heads, size, size), zero where it is not
-        visible. g: sums of the logarithms of the decay, (chunks, rows, heads, size, 1)."""
-        return (g - g.mT).masked_fill(~self.visible, float("-inf")).exp()
+def boundaries_of(segments: Tensor | None, size: int, like: Tensor) -> Boundaries:
+    """Return the boundaries in chunks.
+
+    Args:
+        segments: Result of segments_of. None: no boundaries.
+        size: Number of tokens of a chunk.
+        like: A tensor of the device.
+    """
+    causal = torch.ones(size, size, dtype=torch.bool, device=like.device).tril()
+    if segments is None:
+        return Boundaries(causal, None, None)
+    padding = -segments.shape[1] % size
+    segments = torch.cat((segments, segments[:, -1:].expand(-1, padding)), 1)
+    own = segments.unflatten(1, (-1, size)).transpose(0, 1)[:, :, None, :, None]
+    last = own[..., -1:, :]
+    before = torch.cat((torch.zeros_like(last[:1]), last[:-1]))
+    return Boundaries(causal & (own == own.mT), own == before, own == last)
+
+
+def decays_of(g: Tensor, boundaries: Boundaries) -> tuple[Tensor, Tensor]:
+    """Return how the state before a chunk has decayed at each token, and each token in the state after it, like g: zero beyond a
+    boundary. g: see DeltaRule.products."""
+    from_before, to_after = g.exp(), (g[..., -1:, :] - g).exp()
+    if boundaries.sees_state is None:
+        return from_before, to_after
+    return from_before * boundaries.sees_state, to_after * boundaries.reaches_end
 
 
 def segments_of(documents: Tensor, count: int) -> Tensor:
@@ -204,7 +228,7 @@ def segments_of(documents: Tensor, count: int) -> Tensor:
 
 
 def chunked(x: Tensor, size: int) -> Tensor:
-    """Return a tensor by chunks, (chunks, rows, heads, size, width). The last chunk is padded with zeros. x: (rows, tokens, heads,
+    """Return a tensor by chunks, (chunks, rows, heads, size, width), the last one padded with zeros. x: (rows, tokens, heads,
     width)."""
     padded = F.pad(x, (0, 0, 0, 0, 0, -x.shape[1] % size)) if x.shape[1] % size else x
     return padded.unflatten(1, (-1, size)).permute(1, 0, 3, 2, 4).contiguous()
@@ -278,7 +302,7 @@ class GatedDeltaNet(nn.Module):
             dim: Width of the hidden state.
             kind: Kind of the layer.
             norm_eps: Constant of the norm.
-            beta_scale: Factor of b. 2 allows that a correction reverses the sign of a value (Grazzi et al. 2024, arXiv:2411.12537).
+            beta_scale: Factor of b. With 2, corrections may reverse the sign of a value (Grazzi et al. 2024, arXiv:2411.12537).
         """
         super().__init__()
         self.kind, self.beta_scale = kind, beta_scale

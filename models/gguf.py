@@ -109,8 +109,11 @@ def rows_of(gguf: Gguf, is_paired: bool, parameter: str, rows: Tensor, head_dim:
     return permute_from_hf(rows, head_dim) if is_permuted(gguf, is_paired, parameter) else rows
 
 
-def problems(gguf: Gguf, sizes: Any) -> Iterator[str]:
-    """Yield why llama.cpp would compute another model than this one."""
+def problems(gguf: Gguf | None, sizes: Any) -> Iterator[str]:
+    """Yield why llama.cpp would compute another model than this one. gguf: None for a family that is not written."""
+    if gguf is None:
+        yield "this model family is not among those that are written"
+        return
     suffix = f"for the architecture {gguf.architecture}"
     for name, value in gguf.fixed(sizes).items():
         if getattr(sizes, name) != value:

@@ -15,7 +15,6 @@ from models.config_json import Config, first, rope_object, with_layer_types, wri
 from models.context import Context
 from models.decoder import Decoder
 from models.delta_net import GatedDeltaNet
-from models.gguf import Gguf
 from models.huggingface import MIXTURE_NAMES, NAMES, HuggingFace
 from models.hybrid import DEBUG_HYBRID, HybridSizes
 from models.moe import MixtureOfExperts
@@ -150,8 +149,9 @@ _SPLIT_NAMES = (
     | {"delta_net.wb": "linear_attn.in_proj_b"}
 )
 _SHARED_NAMES = {
-    f"feed_forward.shared.{name}": f"mlp.shared_expert.{NAMES[f'feed_forward.{name}'][4:]}"
-    for name in ("w1", "w2", "w3")
+    "feed_forward.shared.w1": "mlp.shared_expert.gate_proj",
+    "feed_forward.shared.w2": "mlp.shared_expert.down_proj",
+    "feed_forward.shared.w3": "mlp.shared_expert.up_proj",
 }
 _MIXTURE = MIXTURE_NAMES | _SHARED_NAMES | {"feed_forward.shared_gate": "mlp.shared_expert_gate"}
 _DEFAULTS = {
@@ -163,51 +163,50 @@ _DEFAULTS = {
     "head_dim": 256,
     "max_position_embeddings": 32768,
 }
-_EXPERTS = {"num_experts": 512, "num_experts_per_tok": 10, "moe_intermediate_size": 512}
-
-_debug = DEBUG | DEBUG_HYBRID
-_hybrid = dict(head_dim=256, linear_num_key_heads=16, linear_key_head_dim=128, linear_value_head_dim=128)
-_next = partial(QwenNextSizes, **_hybrid, vocab_size=151936)
-_35 = partial(Qwen35Sizes, **_hybrid, vocab_size=248320)
+_HEADS = dict(head_dim=256, linear_num_key_heads=16, linear_key_head_dim=128, linear_value_head_dim=128)
+_next = partial(QwenNextSizes, **_HEADS, vocab_size=151936)
+_next_sizes = {
+    "debug": QwenNextSizes(
+        **DEBUG | DEBUG_HYBRID | DEBUG_EXPERTS | {"hidden_dim": 352}, expert_hidden_dim=96,
+        shared_expert_intermediate_size=96,
+    ),
+    "80b-a3b": _next(
+        dim=2048, n_layers=48, n_heads=16, n_kv_heads=2, hidden_dim=5120, linear_num_value_heads=32,
+        n_experts=512, experts_per_token=10, expert_hidden_dim=512, shared_expert_intermediate_size=512,
+    ),
+}  # fmt: skip
 QWEN3_NEXT = ModelSpec(
     model=qwen_next,
-    by_size={
-        "debug": QwenNextSizes(
-            **_debug | DEBUG_EXPERTS | {"hidden_dim": 352}, expert_hidden_dim=96, shared_expert_intermediate_size=96
-        ),
-        "80b-a3b": _next(
-            dim=2048,
-            n_layers=48,
-            n_heads=16,
-            n_kv_heads=2,
-            hidden_dim=5120,
-            linear_num_value_heads=32,
-            n_experts=512,
-            experts_per_token=10,
-            expert_hidden_dim=512,
-            shared_expert_intermediate_size=512,
-        ),
-    },  # fmt: skip
+    by_size=_next_sizes,
     huggingface=HuggingFace(
         model_type="qwen3_next",
         architecture="Qwen3NextForCausalLM",
         sizes_type=QwenNextSizes,
         defaults=_DEFAULTS
-        | _EXPERTS
-        | {"hidden_size": 2048, "intermediate_size": 5632, "shared_expert_intermediate_size": 512}
-        | {"num_key_value_heads": 2, "num_attention_heads": 16},
+        | {"hidden_size": 2048, "intermediate_size": 5632, "num_attention_heads": 16, "num_key_value_heads": 2}
+        | {"num_experts": 512, "num_experts_per_tok": 10, "moe_intermediate_size": 512}
+        | {"shared_expert_intermediate_size": 512},
         read=lambda config: read_sparse_layers(_read(config)),
         write=lambda sizes: write_layer_types(sizes) | write_sparse_layers(sizes),
         aliases={"num_local_experts": "num_experts"},
         omitted=("sparse_layers",),
         names=_MIXTURE | _GROUPED_NAMES,
     ),
-    gguf=Gguf(architecture="qwen3next"),
+    gguf=None,
 )
+
+_35 = partial(Qwen35Sizes, **_HEADS, vocab_size=248320)
+_small = partial(_35, n_layers=24, n_heads=8, n_kv_heads=2, linear_num_value_heads=16, tied_embeddings=True)
+_large = partial(_35, n_layers=32, n_heads=16, n_kv_heads=4, linear_num_value_heads=32)
 QWEN3_5 = ModelSpec(
     model=qwen35,
     by_size={
-        "debug": Qwen35Sizes(**_debug, tied_embeddings=True),
+        "debug": Qwen35Sizes(**DEBUG | DEBUG_HYBRID),
+        "0.8b": _small(dim=1024, hidden_dim=3584),
+        "2b": _small(dim=2048, hidden_dim=6144),
+        "4b": _large(dim=2560, hidden_dim=9216, tied_embeddings=True),
+        "9b": _large(dim=4096, hidden_dim=12288),
+        "27b": _35(dim=5120, n_layers=64, n_heads=24, n_kv_heads=4, hidden_dim=17408, linear_num_value_heads=48),
     },
     huggingface=HuggingFace(
         model_type="qwen3_5_text",
@@ -218,5 +217,5 @@ QWEN3_5 = ModelSpec(
         write=write_layer_types,
         names=NAMES | _SPLIT_NAMES,
     ),
-    gguf=Gguf(architecture="qwen35"),
+    gguf=None,
 )

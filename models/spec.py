@@ -125,6 +125,11 @@ class LayerKind(ABC):
     rope: Callable[[Tensor], Any] | None = None
     """Function (positions) -> positional encoding, Context.rope of the blocks. None: the layers have no positional encoding."""
 
+    @property
+    def reads_before(self) -> int:
+        """Number of tokens before a part of a sequence that the part reads directly, beside a state. 0: none, or all of them."""
+        return 0
+
     @abstractmethod
     def multiply_adds(self, seq_len: int) -> int:
         """Return the number of multiply-adds of a layer's kernel in a sequence."""
@@ -192,7 +197,7 @@ class ModelSpec:
     huggingface: Any
     """The mapping between the model and Hugging Face's format of it, a models.huggingface.HuggingFace."""
     gguf: Any
-    """What differs in llama.cpp's files of the family, a models.gguf.Gguf."""
+    """What differs in llama.cpp's files of the family, a models.gguf.Gguf. None: such files are not written."""
 
 
 @lru_cache(maxsize=1)  # the search resolves many layouts of one model, whose construction may take a second

@@ -51,6 +51,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from models.spec import Head
+from trainer.base.config import Config
 from trainer.base.config.load import load_config
 from trainer.batch import Batch
 from trainer.build import build_trainer
@@ -117,10 +118,13 @@ def last_hidden(step: Step, batch: Batch) -> Tensor | None:
 def probe(argv: Sequence[str], count: int, bug: str) -> list[Probe]:
     """Run on this rank. Return the changes at its positions. bug: key of BUGS, or ""."""
     os.environ["LOG_RANK"] = ""  # only the table is printed
-    config = load_config(argv)
-    resolved = resolve(config, dist.get_world_size())
     with BUGS[bug].inject() if bug else nullcontext():
-        trainer = build_trainer(config, resolved, torch.device("cpu"), None)
+        return _probe(load_config(argv), count)
+
+
+def _probe(config: Config, count: int) -> list[Probe]:
+    resolved = resolve(config, dist.get_world_size())
+    trainer = build_trainer(config, resolved, torch.device("cpu"), None)
     step, batch = trainer.engine.forward_backward, choose_sample(trainer.data.datasets.training)
     documents, positions = batch.documents[0], torch.arange(batch.tokens.shape[1])
     own_positions = step.shard_sequence(batch._replace(positions=positions[None])).positions[0]

@@ -75,7 +75,9 @@ class Task:
         return chance_level(self.config, self.questions)
 
 
-def load_tasks(evaluation: EvaluationConfig, data: DataConfig, tokenizer: Tokenizer, seq_len: int) -> list[Task]:
+def load_tasks(
+    evaluation: EvaluationConfig, data: DataConfig, tokenizer: Tokenizer, seq_len: int, shares_contexts: bool = True
+) -> list[Task]:
     """Read and encode the tasks that a run uses, on rank 0, so that all ranks have the same questions. Raises ConfigError if a
     task cannot be used.
 
@@ -84,12 +86,17 @@ def load_tasks(evaluation: EvaluationConfig, data: DataConfig, tokenizer: Tokeni
         data: Settings of the training data, which name the chat template.
         tokenizer: Tokenizer of the run.
         seq_len: Length of the sequences in training.
+        shares_contexts: See PackedRequests.pack.
     """
     used = {name: config for name, config in evaluation.tasks.items() if evaluation.interval_of(name)}
-    return run_on_rank_0(lambda: [_load_task(*task, data, tokenizer, seq_len) for task in used.items()])
+    return run_on_rank_0(
+        lambda: [_load_task(*task, data, tokenizer, seq_len, shares_contexts) for task in used.items()]
+    )
 
 
-def _load_task(name: str, config: TaskConfig, data: DataConfig, tokenizer: Tokenizer, seq_len: int) -> Task:
+def _load_task(
+    name: str, config: TaskConfig, data: DataConfig, tokenizer: Tokenizer, seq_len: int, shares_contexts: bool
+) -> Task:
     key = f"evaluation.tasks.{name}"
     questions, unused = read_questions(config, key)
     if unused:
@@ -119,7 +126,7 @@ def _load_task(name: str, config: TaskConfig, data: DataConfig, tokenizer: Token
                 requests.append([encode(*pair) for pair in _pairs(config, question)])
         except (UnusableRequest, TemplateFailure) as failure:
             raise ConfigError(f"{key}.path", f"question {question.key}: {failure}") from None
-    packed = PackedRequests.pack(requests, seq_len)
+    packed = PackedRequests.pack(requests, seq_len, shares_contexts)
     return Task(
         name=name,
         config=config,

@@ -138,7 +138,7 @@ class _CachedDocuments(nn.Module):
 
     def __init__(self, kind: RecurrentKind, columns: _Columns, dtype: torch.dtype):
         super().__init__()
-        self.before, self.columns = kind.filter_width - 1, columns
+        self.before, self.columns = kind.reads_before, columns
 
     def forward(self, context: Context) -> Tensor | None:
         """Return the documents of DeltaRule. None: neither the new columns nor those that a convolution reads are padding."""
@@ -157,7 +157,7 @@ class CachedState(Carry):
         super().__init__()
         self.kind = kind
         self.state = torch.zeros(0, kind.value_heads // tp, *kind.widths, device=device)
-        self.tokens = torch.zeros(0, kind.filter_width - 1, kind.channels // tp, dtype=dtype, device=device)
+        self.tokens = torch.zeros(0, kind.reads_before, kind.channels // tp, dtype=dtype, device=device)
         self.end = 0
         """Number of columns after which this is the state."""
 

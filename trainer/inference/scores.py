@@ -41,7 +41,8 @@ def score_continuations(
     """
     longest = max((len(r.context) + len(r.continuation) - 1 for r in chain(*questions)), default=1)
     seq_len = min(max_seq_len, max(longest, _SHORTEST_SAMPLE))
-    packed = PackedRequests.pack(questions, seq_len)
+    structure = model.structure()
+    packed = PackedRequests.pack(questions, seq_len, shares_contexts=not structure.is_recurrent)
     rows = BatchPartition(local_batch_size=max(1, _TOKENS_AT_ONCE // seq_len), rank=0, ranks=1)
     device = next(model.parameters()).device
 
@@ -49,7 +50,7 @@ def score_continuations(
         return model(batch.tokens, context_of(batch), head=readout.head(batch.labels, batch.documents, None))
 
     layout = SampleLayout(cp=cp, seq_len=seq_len, by_document=True, dtype=dtype)
-    by_document = mixers_by_document([model], model.structure(), layout, backend_of(device))
+    by_document = mixers_by_document([model], structure, layout, backend_of(device))
     with by_document():
         scores = score_requests(packed, read, rows, _CHUNK_TOKENS, False, device)
     pairs = zip(scores.log_probs.tolist(), scores.is_greedy.tolist(), strict=True)

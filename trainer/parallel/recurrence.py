@@ -55,9 +55,10 @@ class ContextCarry(Carry):
         return self.own(torch.cat((torch.full_like(parts[:1], first), parts[:-1])))
 
     def all_parts(self, rows: Tensor) -> Tensor:
-        """Gather a tensor of this rank's rows, (rows, ...). Return those of all parts in order, (parts, batch, ...). Backward sums
-        the gradients over all ranks."""
-        shards = DTensor.from_local(rows.unflatten(0, (2, -1))[None].contiguous(), self.cp, [Shard(0)], run_check=False)
+        """Gather a tensor of this rank's rows, (rows, ...). Return those of all parts in order, (parts, batch, ...). Backward
+        sums the gradients over all ranks."""
+        own = rows.unflatten(0, (2, -1))[None].contiguous()
+        shards = DTensor.from_local(own, self.cp, [Shard(0)], run_check=False)
         gathered = shards.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
         head, tail = gathered.unbind(1)  # parts from the start, and from the end of the sequence, in order of rank
         return torch.cat((head, tail.flip(0)))
@@ -74,7 +75,7 @@ class Documents(nn.Module):
     def __init__(self, kind: RecurrentKind, carry: Carry):
         """carry: what passes from row to row."""
         super().__init__()
-        self.before = kind.filter_width - 1
+        self.before = kind.reads_before
         self.carry = carry
 
     def forward(self, context: Context) -> Tensor:

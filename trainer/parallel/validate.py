@@ -22,6 +22,12 @@ def check_divisibility(
         raise ConfigError("parallel.tp", message)
     if dims.cp > 1 and seq_len % (2 * dims.cp):
         raise ConfigError("parallel.cp", f"2 x cp = {2 * dims.cp} must divide seq_len {seq_len}")
+    for kind in structure.kinds.values():
+        part = seq_len // (2 * dims.cp)
+        if dims.cp > 1 and part < kind.reads_before:
+            message = f"seq_len {seq_len} / (2 x cp) = {part} must be at least {kind.reads_before}"
+            what = "the number of tokens before a part of a sequence that its convolutions read"
+            raise ConfigError("parallel.cp", f"{message}, {what}")
     if (config.sequence_parallel or structure.has_experts) and seq_len // dims.cp % dims.tp:
         local = f"seq_len {seq_len}" + (f" / cp {dims.cp} = {seq_len // dims.cp}" if dims.cp > 1 else "")
         way_out = (

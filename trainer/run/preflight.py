@@ -84,7 +84,8 @@ def check_run(
     run_on_rank_0(lambda: require_access(config.metrics))
     text = load_text_format(config, resolved)
     prompts = encode_prompts(config.samples, config.data, text.tokenizer, text.is_chat, config.training.seq_len)
-    tasks = load_tasks(config.evaluation, config.data, text.tokenizer, config.training.seq_len)
+    shares = not resolved.structure.is_recurrent
+    tasks = load_tasks(config.evaluation, config.data, text.tokenizer, config.training.seq_len, shares)
     if point is not None:
         require_same_tokenizer(point, config.tokenizer, text.tokenizer)
     _check_gguf(config, resolved, text)

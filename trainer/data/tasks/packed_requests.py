@@ -40,12 +40,16 @@ class PackedRequests:
     the last bit, and so decide between equal choices."""
 
     @classmethod
-    def pack(cls, questions: Sequence[Sequence[Request]], seq_len: int) -> "PackedRequests":
+    def pack(
+        cls, questions: Sequence[Sequence[Request]], seq_len: int, shares_contexts: bool = True
+    ) -> "PackedRequests":
         """Pack the requests of questions.
 
         Args:
             questions: Requests of each question. None has more than seq_len tokens for the model to read.
             seq_len: Length of a sample in tokens.
+            shares_contexts: Whether several documents may continue one context. A recurrence cannot: its state passes from one
+                document to the next.
         """
         requests = [request for question in questions for request in question]
         rows: list[list[_Unit]] = []
@@ -57,7 +61,7 @@ class PackedRequests:
             original = {requests[i]: i for i in reversed(indices)}
             copies += [(i, original[requests[i]]) for i in indices if original[requests[i]] != i]
             own = [i for i in indices if original[requests[i]] == i and requests[i].continuation]
-            for unit in _units(requests, own, seq_len):
+            for unit in _units(requests, own, seq_len if shares_contexts else 0):
                 place = bisect.bisect_left(free, (unit.length, -1))  # the row that is filled best
                 left, row = free.pop(place) if place < len(free) else (seq_len, len(rows))
                 if row == len(rows):
@@ -111,15 +115,15 @@ class PackedRequests:
         return Batch(*map(torch.from_numpy, arrays), last_readers=torch.from_numpy(last_readers))
 
 
-def _units(requests: Sequence[Request], indices: list[int], seq_len: int) -> list[_Unit]:
-    """Return the requests of one question as units: one for all with the same context, if a sample can hold them."""
+def _units(requests: Sequence[Request], indices: list[int], longest: int) -> list[_Unit]:
+    """Return the requests of one question as units: one for all with the same context, if it is not longer than `longest`."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for i in indices:
         groups.setdefault(requests[i].context[:-1], []).append(i)
     units = []
     for shared, members in groups.items():
         length = len(shared) + sum(len(requests[i].continuation) for i in members)
-        if len(members) > 1 and length <= seq_len:
+        if len(members) > 1 and length <= longest:
             units.append(_Unit(shared, members, length))
         else:
             units += [_Unit((), [i], len(shared) + len(requests[i].continuation)) for i in members]

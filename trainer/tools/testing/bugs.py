@@ -35,6 +35,7 @@ from trainer.parallel.experts import AllToAllExchange
 from trainer.parallel.step import SpmdStep
 from trainer.run.resolve import ResolvedRun
 from trainer.runtime.dtensor import to_local
+from trainer.tools.testing import recurrence_bugs
 
 
 @dataclass(frozen=True)
@@ -182,6 +183,10 @@ def _adapts_experts(config: Config, resolved: ResolvedRun) -> bool:
     return any(".experts." in name for name in resolved.trained.shapes)
 
 
+def _is_recurrent(config: Config, resolved: ResolvedRun) -> bool:
+    return resolved.structure.is_recurrent
+
+
 def _has_balance_loss(config: Config, resolved: ResolvedRun) -> bool:
     return resolved.structure.has_experts and config.experts.balance_loss > 0
 
@@ -290,6 +295,34 @@ BUGS = {
             for kind in resolved.structure.kinds.values()
         ),
         leaks=True,
+    ),
+    "state of a recurrence passes documents": Bug(
+        ("dp_shard=1 data.document_mask=true",),
+        recurrence_bugs.state_not_reset,
+        applies=lambda config, resolved: _is_recurrent(config, resolved) and config.data.dataset == "chat",
+        leaks=True,
+    ),
+    "convolution reads other documents": Bug(
+        ("dp_shard=1 data.document_mask=true",),
+        recurrence_bugs.convolution_across_documents,
+        applies=lambda config, resolved: _is_recurrent(config, resolved) and config.data.dataset == "chat",
+        leaks=True,
+    ),
+    "convolution begins with zeros in each part of a sequence": Bug(
+        ("cp=2",), recurrence_bugs.convolution_without_halo, applies=_is_recurrent
+    ),
+    "state before a part of a sequence is zero": Bug(
+        ("cp=2",), recurrence_bugs.state_of_a_part_not_continued, applies=_is_recurrent
+    ),
+    "state before a part of a sequence has no gradient": Bug(
+        ("cp=2",), recurrence_bugs.gradient_of_the_state_dropped, applies=_is_recurrent
+    ),
+    "maps of chunks composed in the wrong order": Bug(
+        ("cp=2",), recurrence_bugs.maps_composed_in_the_wrong_order, applies=_is_recurrent
+    ),
+    "decay missing in a factor": Bug(("dp_shard=1",), recurrence_bugs.decay_missing_in_a_factor, applies=_is_recurrent),
+    "norm of a recurrence's result over all heads": Bug(
+        ("tp=2", "dp_shard=1"), recurrence_bugs.norm_of_all_heads, applies=_is_recurrent
     ),
     "gradients of routers not summed over tp": Bug(
         ("tp=2",),
