@@ -8,6 +8,7 @@ name of a parameter -> function (rows, generator) that draws its initial values.
 from collections.abc import Callable
 from typing import ClassVar
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -18,6 +19,12 @@ Norm = Callable[[int], nn.Module]
 """Function (width) -> norm."""
 Activation = Callable[[Tensor], Tensor]
 
+
+def at_least_fp32(x: Tensor) -> Tensor:
+    """Return a tensor in fp32, or in its own dtype if that is more exact."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 # ---------------------------------------------------------------- norms
 
 
@@ -25,7 +32,8 @@ class OffsetRMSNorm(nn.RMSNorm):
     """RMSNorm that multiplies by 1 + weight, in fp32. The weight starts at zero."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x.float(), self.normalized_shape, 1 + self.weight.float(), self.eps).type_as(x)
+        weight = 1 + at_least_fp32(self.weight)
+        return F.rms_norm(at_least_fp32(x), self.normalized_shape, weight, self.eps).type_as(x)
 
 
 class AllHeadsRMSNorm(nn.RMSNorm):

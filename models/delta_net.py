@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
 from models.affine_scan import AffineMaps
+from models.components import at_least_fp32
 from models.context import Context
 from models.spec import LayerKind
 
@@ -257,10 +258,6 @@ def short_convolution(x: Tensor, weights: Tensor, documents: Tensor | None) -> T
             term = term * (documents[:, i : i + tokens] == documents[:, width - 1 :])[..., None]
         out = out + term
     return F.silu(out)
-
-
-def at_least_fp32(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def init_log_rate(rows: Tensor, generator: Generator) -> None:

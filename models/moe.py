@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.components import FeedForward
+from models.components import FeedForward, at_least_fp32
 from models.context import Context
 from models.row_groups import grouped_product, permute
 from models.sizes import GroupedMixtureSizes, MixtureSizes
@@ -55,7 +55,7 @@ class Router(nn.Module):
 
     def logits(self, x: Tensor) -> Tensor:
         """Return the logits of all experts, (batch, seq, experts), fp32. x: (batch, seq, dim)."""
-        return F.linear(x.float(), self.weight.float())
+        return F.linear(at_least_fp32(x), at_least_fp32(self.weight))
 
     def choose(self, scores: Tensor) -> Tensor:
         """Return the indices of the best experts, by falling scores, (batch, seq, experts per token), int64. Of equal scores, the

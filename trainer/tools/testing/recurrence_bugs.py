@@ -45,8 +45,17 @@ def gradient_of_the_state_dropped() -> AbstractContextManager:
 
 
 def maps_composed_in_the_wrong_order() -> AbstractContextManager:
-    original = AffineMaps.composed
-    return patch.object(AffineMaps, "composed", lambda maps: original(AffineMaps(maps.a.flip(0), maps.b.flip(0))))
+    """Compose the maps of the parts of a sequence from the last part to the first."""
+    state_before, states = ContextCarry.state_before, AffineMaps.states
+
+    def reverse(maps: AffineMaps) -> Tensor:
+        return states(AffineMaps(maps.a.flip(0), maps.b.flip(0)))
+
+    def wrong(carry: ContextCarry, maps: AffineMaps) -> Tensor:
+        with patch.object(AffineMaps, "states", reverse):
+            return state_before(carry, maps)
+
+    return patch.object(ContextCarry, "state_before", wrong)
 
 
 def decay_missing_in_a_factor() -> AbstractContextManager:
