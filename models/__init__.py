@@ -4,6 +4,7 @@ from models.deepseek import DEEPSEEK_V3
 from models.gemma import GEMMA2, GEMMA3
 from models.gpt_oss import GPT_OSS
 from models.granite import GRANITE3
+from models.kimi import KIMI_LINEAR
 from models.llama import LLAMA2, LLAMA3, LLAMA3_1, LLAMA3_2
 from models.mistral import MINISTRAL3, MISTRAL
 from models.mixtral import MIXTRAL
@@ -37,4 +38,5 @@ MODELS: dict[str, ModelSpec] = {
     "gpt-oss": GPT_OSS,
     "qwen3-next": QWEN3_NEXT,
     "qwen3.5": QWEN3_5,
+    "kimi-linear": KIMI_LINEAR,
 }

@@ -20,7 +20,7 @@ from models.gguf import NAMES as GGUF_NAMES
 from models.gguf import Gguf, HeadRows, Keys
 from models.huggingface import MIXTURE_NAMES, HuggingFace
 from models.moe import CorrectedRouter, MixtureOfExperts
-from models.rope import YarnRope, rotate_halves, rotate_pairs
+from models.rope import YarnRope, rotate_halves, rotate_pairs, without_rotation
 from models.sizes import DEBUG, DEBUG_EXPERTS, GroupedMixtureSizes, text_of
 from models.spec import ModelSpec, SizeError
 
@@ -93,7 +93,8 @@ class LatentAttention(nn.Module):
         super().__init__()
         self.kind = kind
         (self.head_dim, self.v_dim), self.rope_dim = sizes.head_widths, sizes.head_dim
-        self.rotate = rotate_pairs if sizes.rope_interleave else rotate_halves
+        rotate = rotate_pairs if sizes.rope_interleave else rotate_halves
+        self.rotate = without_rotation if kind.rope is None else rotate
         q_dim, bias = sizes.n_heads * self.head_dim, sizes.attention_bias
         is_compressed = sizes.q_lora_rank is not None
         q_rank = first(sizes.q_lora_rank, sizes.dim)
@@ -130,16 +131,18 @@ class LatentAttention(nn.Module):
         return self.wo(out.transpose(1, 2).flatten(-2))
 
 
+def sparse_or_dense(sizes: GroupedMixtureSizes, index: int) -> nn.Module:
+    """Return the feed-forward layer of a block, which is given by its index."""
+    if not sizes.all_sparse_layers[index]:
+        return FeedForward(sizes.dim, sizes.hidden_dim)
+    return MixtureOfExperts(sizes, CorrectedRouter(sizes), shared=FeedForward(sizes.dim, sizes.shared_dim))
+
+
 def deepseek(sizes: DeepSeekSizes) -> Decoder:
-    def feed_forward(index: int) -> nn.Module:
-        if not sizes.all_sparse_layers[index]:
-            return FeedForward(sizes.dim, sizes.hidden_dim)
-        return MixtureOfExperts(sizes, CorrectedRouter(sizes), shared=FeedForward(sizes.dim, sizes.shared_dim))
-
-    return pre_norm_decoder(sizes, partial(LatentAttention, sizes), feed_forward)
+    return pre_norm_decoder(sizes, partial(LatentAttention, sizes), partial(sparse_or_dense, sizes))
 
 
-def _count(config: Config, key: str, default: int) -> int:
+def number_of_layers(config: Config, key: str, default: int) -> int:
     """Return a number of layers. Raises ValueError."""
     value = first(config.get(key), default)
     if type(value) is not int or value < 0:
@@ -149,7 +152,7 @@ def _count(config: Config, key: str, default: int) -> int:
 
 def _read(config: Config) -> Config:
     """Return the configuration with the dense layers as sparse_layers."""
-    dense, layers = _count(config, "first_k_dense_replace", 3), config["num_hidden_layers"]
+    dense, layers = number_of_layers(config, "first_k_dense_replace", 3), config["num_hidden_layers"]
     if dense >= layers:
         message = f"first_k_dense_replace {dense} must be below num_hidden_layers {layers}"
         raise ValueError(f"{message}: without experts it is a dense model")
@@ -165,7 +168,7 @@ def _write(sizes: DeepSeekSizes) -> dict[str, Any]:
 
 def _ignored(config: Config, sizes: DeepSeekSizes) -> tuple[str, ...]:
     """Return the modules for multi-token prediction, which follow the layers."""
-    count = _count(config, "num_nextn_predict_layers", 1)
+    count = number_of_layers(config, "num_nextn_predict_layers", 1)
     return tuple(f"model.layers.{sizes.n_layers + i}" for i in range(count))
 
 
@@ -218,7 +221,7 @@ def _gguf_rope(sizes: DeepSeekSizes) -> Keys:
     }
 
 
-_NAMES = MIXTURE_NAMES | {
+LATENT_NAMES = MIXTURE_NAMES | {
     "attention.wq_a": "self_attn.q_a_proj",
     "attention.q_norm": "self_attn.q_a_layernorm",
     "attention.wq_b": "self_attn.q_b_proj",
@@ -290,7 +293,7 @@ DEEPSEEK_V3 = ModelSpec(
         },
         aliases={"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"},
         omitted=("sparse_layers",),
-        names=_NAMES,
+        names=LATENT_NAMES,
         ignored=_ignored,
     ),
     gguf=Gguf(

@@ -25,6 +25,8 @@ class RecurrentKind(LayerKind):
     MIXER: ClassVar = "delta_net"
     HEADS: ClassVar = ("linear_num_key_heads", "linear_num_value_heads")
     IS_RECURRENT: ClassVar = True
+    KERNEL: ClassVar = "gated_delta_rule"
+    """Name of the kernel, for messages."""
     key_heads: int
     value_heads: int
     widths: tuple[int, int]
@@ -115,8 +117,9 @@ class DeltaRule(nn.Module):
         Args:
             qkv: Queries, keys and values, each (batch, seq, heads, width).
             filters: Of their convolutions, each (channels, 1, filter width).
-            log_decay: Logarithm of a, (batch, seq, value heads), fp32.
-            beta: b, likewise.
+            log_decay: Logarithm of a, (batch, seq, value heads, 1), fp32. With a value for each channel of a key, its last dim is
+                key_dim (see ChannelDeltaRule).
+            beta: b, (batch, seq, value heads).
             documents: Document of each token, and of the tokens before each row that a convolution reads, (rows, filter width - 1
                 + tokens). At a boundary, the state becomes zero. None: no boundaries.
         """
@@ -126,7 +129,7 @@ class DeltaRule(nn.Module):
         groups = v.shape[2] // k.shape[2]  # heads of values that share queries and keys
         q, k = (x.repeat_interleave(groups, 2) for x in (q, k)) if groups > 1 else (q, k)
         segments = None if documents is None else segments_of(documents, filters[0].shape[-1] - 1)
-        out = self._in_chunks(q, k, v, rows(log_decay)[..., None], rows(beta), segments)
+        out = self._in_chunks(q, k, v, rows(log_decay), rows(beta), segments)
         return self.carry.batch(out).type_as(qkv[2])
 
     def _convolved(self, qkv: Sequence[Tensor], filters: Sequence[Tensor], documents: Tensor | None) -> list[Tensor]:
@@ -145,10 +148,10 @@ class DeltaRule(nn.Module):
     ) -> Tensor:
         """Return the result for rows of tokens, (rows, tokens, heads, value_dim). See forward and segments_of."""
         tokens = q.shape[1]
-        size = min(CHUNK, tokens)
+        size = min(CHUNK, 1 << (tokens - 1).bit_length())  # a power of two
         q, k, v, g, b = (chunked(x, size) for x in (q, k, v, log_decay, beta[..., None]))
         boundaries = boundaries_of(segments, size, g)
-        # Sums over a chunk's tokens, (chunks, rows, heads, size, 1). Those before a boundary must not even change the rounding.
+        # Sums over the tokens, (chunks, rows, heads, size, 1 or key_dim). What is beyond a boundary must not change the rounding.
         g = g.cumsum(-2) if segments is None else boundaries.visible.type_as(g) @ g
         from_before, to_after = decays_of(g, boundaries)
         system, scores = self.products((b * k, q), k, g, boundaries.visible)
@@ -172,7 +175,7 @@ class DeltaRule(nn.Module):
         Args:
             factors: Each (chunks, rows, heads, size, key_dim).
             k: Likewise.
-            g: Sums of the logarithms of the decay, (chunks, rows, heads, size, 1).
+            g: Sums of the logarithms of the decay, (chunks, rows, heads, size, 1 or key_dim).
             visible: See Boundaries.
         """
         decay = (g - g.mT).masked_fill(~visible, float("-inf")).exp()
@@ -332,10 +335,9 @@ class GatedDeltaNet(nn.Module):
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """x: (batch, seq, dim)."""
         q, k, v, z, a, b = self.project(x)
-        rate, step = at_least_fp32(self.A_log).exp(), F.softplus(at_least_fp32(a) + self.dt_bias)
-        filters = self.q_filter, self.k_filter, self.v_filter
+        log_decay = -at_least_fp32(self.A_log).exp() * F.softplus(at_least_fp32(a) + self.dt_bias)
         beta = at_least_fp32(b).sigmoid() * self.beta_scale
-        out = self.core(
-            (q, k, v), filters, -rate * step, beta, context.mask
-        )  # (batch, seq, local value heads, value_dim)
+        filters = self.q_filter, self.k_filter, self.v_filter
+        # (batch, seq, local value heads, value_dim)
+        out = self.core((q, k, v), filters, log_decay[..., None], beta, context.mask)
         return self.wo((self.norm(out) * F.silu(at_least_fp32(z))).type_as(x).flatten(-2))

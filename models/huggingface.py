@@ -91,6 +91,10 @@ class HuggingFace:
     of stacked matrices is the name of the parameter, and {} in its value is the index of the expert: each of its matrices is a
     stored tensor. The matrix of expert 3 of the parameter `name` is called `name@3`. Another key that names a parameter or a
     buffer instead of a module has the complete name as its value."""
+    stored_shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Name of a vector in a block -> shape of its tensor in the files, with -1 for its values, if the tensor has more dims."""
+    other_names: Mapping[str, str] = field(default_factory=dict)
+    """Part of a tensor's name -> this part in other files of the family, such as those that transformers writes."""
     module_names: Mapping[str, str] = field(default_factory=dict)
     """Part of a name in the files -> this part in the name of transformers' module, which peft's files contain."""
     ignored: Callable[[Config, Any], Collection[str]] = lambda config, sizes: ()

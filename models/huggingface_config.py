@@ -73,7 +73,10 @@ def key_of(hf: HuggingFace, size: str, config: Config) -> str:
 def read_seq_len(hf: HuggingFace, config: Config) -> int:
     """Return the context window of the model that a config.json describes. Raises SizeError."""
     key = "max_position_embeddings"
-    seq_len = first(config.get(key), hf.defaults.get(key), 2048)  # most classes of transformers have this default
+    names = key, *(alias for alias, own in hf.aliases.items() if own == key)
+    seq_len = first(
+        *(config.get(name) for name in names), hf.defaults.get(key), 2048
+    )  # most classes of transformers have this default
     require(key, seq_len, int)
     return seq_len
 

@@ -45,6 +45,22 @@ def stored_name(hf: HuggingFace, matrix: str) -> str:
     return f"model.{prefix}{stored}" if prefix else stored
 
 
+def own_names(hf: HuggingFace, keys: Mapping[str, str], matrices: Iterable[str]) -> dict[str, str]:
+    """Return name of a stored tensor -> key, in which other names of the family's files are replaced (HuggingFace.other_names).
+
+    Args:
+        hf: Of the family.
+        keys: Name of a tensor in the files -> any key.
+        matrices: Names of all matrices, see `stored_name`.
+    """
+    own = dict(keys)
+    for name in {stored_name(hf, matrix) for matrix in matrices} - keys.keys() if hf.other_names else ():
+        others = (name.replace(*parts) for parts in hf.other_names.items())
+        if (other := next((n for n in others if n in own), None)) is not None:
+            own[name] = own.pop(other)
+    return own
+
+
 def stored_tensors(hf: HuggingFace, matrices: Iterable[str]) -> dict[str, list[str]]:
     """Return name of a stored tensor -> names of the matrices whose rows it contains, in order. See `stored_name`."""
     stored: dict[str, list[str]] = {}
@@ -62,6 +78,13 @@ def _place(hf: HuggingFace, parameter: str) -> int:
     _, module, leaf = _split(parameter)
     names = list(hf.names)
     return names.index(f"{module}.{leaf}" if f"{module}.{leaf}" in names else module)
+
+
+def stored_shape(hf: HuggingFace, parameter: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape of the stored tensor of a parameter. shape: that of the rows together."""
+    _, module, leaf = _split(parameter)
+    dims = hf.stored_shapes.get(f"{module}.{leaf}")
+    return shape if dims is None else tuple(shape[0] if size == -1 else size for size in dims)
 
 
 def stacked_matrix(hf: HuggingFace, matrices: Mapping[str, Tensor]) -> Tensor:
@@ -102,7 +125,9 @@ def join_tensors(hf: HuggingFace, parameters: Mapping[str, Tensor], head_dim: in
     """Return name of a stored tensor -> tensor. parameters: by native name."""
     matrices = by_matrix(hf, parameters)
     return {
-        stored: torch.cat([reorder_rows(hf, name, matrices[name], head_dim) for name in names])
+        stored: torch.cat([reorder_rows(hf, name, matrices[name], head_dim) for name in names]).view(
+            stored_shape(hf, names[0], (-1, *matrices[names[0]].shape[1:]))
+        )
         if stack_of(hf, names[0]) is None
         else torch.stack([stacked_matrix(hf, {n: matrices[n] for n in group}) for group in by_expert(names)])
         for stored, names in stored_tensors(hf, matrices).items()
@@ -114,12 +139,15 @@ def split_tensors(
 ) -> dict[str, Tensor]:
     """Inverse of `join_tensors`. parameters: tensors of the native shapes."""
     matrices, rows = by_matrix(hf, parameters), {}
+    keys = own_names(hf, {name: name for name in tensors}, matrices)
+    tensors = {name: tensors[key] for name, key in keys.items()}
     for stored, names in stored_tensors(hf, matrices).items():
         if stack_of(hf, names[0]) is not None:
             for name in names:
                 rows[name] = stack_of(hf, name).rows(tensors[stored][int(name.partition("@")[2])])
             continue
-        parts = tensors[stored].split([len(matrices[name]) for name in names])
+        joined = tensors[stored].view(-1, *matrices[names[0]].shape[1:])
+        parts = joined.split([len(matrices[name]) for name in names])
         for name, part in zip(names, parts, strict=True):
             rows[name] = restore_rows(hf, name, part, head_dim)
     return {

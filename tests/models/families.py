@@ -13,7 +13,7 @@ from models import MODELS
 from models.context import Context
 from models.decoder import Decoder
 from models.huggingface_config import read_sizes
-from models.huggingface_tensors import join_tensors, split_tensors
+from models.huggingface_tensors import by_matrix, join_tensors, own_names, split_tensors
 from models.spec import ModelSpec, saved_weights
 from trainer.tools.testing.random_parameters import randomize
 from trainer.tools.testing.transformers_model import stored_tensors
@@ -43,6 +43,10 @@ _DEEPSEEK = {
 }
 _DELTA = {
     **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 12, "linear_value_head_dim": 10},
+}
+_KIMI = {
+    **{"num_key_value_heads": 4, "kv_lora_rank": 20, "qk_nope_head_dim": 6, "qk_rope_head_dim": 8, "v_head_dim": 10},
+    **{"moe_intermediate_size": 24, "linear_num_heads": 3, "linear_head_dim": 12},
 }
 _TIED, _MHA = {"tie_word_embeddings": True}, {"num_key_value_heads": 4}
 _TYPES = ["full_attention", "sliding_attention"]
@@ -161,6 +165,13 @@ CONFIGS: dict[str, list[dict]] = {
         | {"shared_expert_intermediate_size": 56, "norm_topk_prob": False, "mlp_only_layers": [1], "attention_bias": True}
         | {"linear_num_key_heads": 4, "linear_conv_kernel_dim": 3, "full_attention_interval": 2} | _TIED,
     ],
+    "kimi-linear": [
+        _KIMI | {"num_experts": 8, "num_expert_group": 4, "topk_group": 2, "num_experts_per_token": 3}
+        | {"linear_attn_config": {"kda_layers": [1, 2, 3], "full_attn_layers": [4], "head_dim": 10, "num_heads": 2}},
+        _KIMI | {"num_experts": 6, "num_experts_per_token": 2, "moe_renormalize": False, "num_shared_experts": 2}
+        | {"layer_types": ["full_attention", "linear_attention"] * 2, "mlp_layer_types": ["sparse"] * 4}
+        | {"linear_conv_kernel_dim": 2, "q_lora_rank": 12},
+    ],
     "qwen3.5": [
         _DELTA | {"head_dim": 16} | _TIED,
         _DELTA | {"head_dim": 24, "linear_num_key_heads": 4, "linear_conv_kernel_dim": 2, "attention_bias": True}
@@ -242,4 +253,6 @@ def assert_equal(
     expected = split_rows(spec, model, gradients, dict(model.named_parameters()))
     for name, parameter in model.named_parameters():
         assert distance(parameter.grad, expected[name], floor) < gradient_limit, name
-    assert join_tensors(spec.huggingface, expected, model.sizes.head_dim).keys() == gradients.keys()
+    hf = spec.huggingface
+    names = own_names(hf, dict.fromkeys(gradients, ""), by_matrix(hf, expected))
+    assert join_tensors(hf, expected, model.sizes.head_dim).keys() == names.keys()

@@ -29,7 +29,7 @@ def drawn(rows: int, tokens: int, decay: float = 1.0) -> tuple:
     qkv = [normal(rows, tokens, *shape) for shape in shapes]
     filters = [normal(heads * width, 1, WIDTH) / 2 for heads, width in shapes]
     rates = [torch.rand(rows, tokens, HEADS * GROUPS, generator=draw, dtype=torch.float64) for _ in range(2)]
-    return qkv, filters, -decay * rates[0], rates[1]
+    return qkv, filters, -decay * rates[0][..., None], rates[1]
 
 
 def leaves(arguments: tuple) -> list[torch.Tensor]:
@@ -49,7 +49,7 @@ def formula(qkv, filters, log_decay, beta) -> torch.Tensor:
     state, out = q.new_zeros(len(q), HEADS * GROUPS, KEY, VALUE), []
     for t in range(q.shape[1]):
         key, query = k[:, t, :, :, None], q[:, t, :, :, None] * KEY**-0.5
-        state = log_decay[:, t].exp()[..., None, None] * state
+        state = log_decay[:, t].exp()[..., None] * state
         correction = beta[:, t][..., None, None] * (v[:, t][:, :, None] - key.mT @ state)
         state = state + key @ correction
         out.append((query.mT @ state)[:, :, 0])
@@ -95,7 +95,7 @@ def test_another_document_does_not_even_change_the_rounding():
 
     def of_second(factor: float) -> torch.Tensor:
         first = torch.where(torch.arange(90) < 37, factor, 1.0)[None, :, None]
-        arguments = [x * first[..., None] for x in qkv], filters, log_decay * first, beta * first
+        arguments = [x * first[..., None] for x in qkv], filters, log_decay * first[..., None], beta * first
         with torch.no_grad():
             return DeltaRule(Carry())(*arguments, documents)[:, 37:74]
 

@@ -18,7 +18,7 @@ from models.affine_scan import AffineMaps
 from models.attention import AttentionKind, attention_kernel
 from models.context import Context
 from models.delta_net import Carry, RecurrentKind
-from models.spec import Structure
+from models.spec import LayerKind, Structure
 from trainer.base.config import ConfigError
 from trainer.batch import IGNORE_INDEX
 from trainer.inference.next_logits import READ_HERE, NextLogits
@@ -199,7 +199,11 @@ class CachedState(Carry):
 
 
 _CACHES = {AttentionKind: (CachedAttention, _CachedMask), RecurrentKind: (CachedState, _CachedDocuments)}
-"""Class of a kind of layer -> the caches of its mixers, and the mask over the cached columns."""
+"""Class of a kind of layer -> classes of the caches of its mixers, and of the mask over the cached columns."""
+
+
+def _classes_of(kind: LayerKind) -> tuple[type, type]:
+    return next(classes for cls, classes in _CACHES.items() if isinstance(kind, cls))
 
 
 class KvCache:
@@ -236,13 +240,13 @@ class KvCache:
         self.device = next(model.parameters()).device
         self._layers: list[CachedAttention | CachedState] = []
         modules: dict[str, nn.Module] = {
-            f"{structure.masks}.{name}": _CACHES[type(kind)][1](kind, self._columns, dtype)
+            f"{structure.masks}.{name}": _classes_of(kind)[1](kind, self._columns, dtype)
             for name, kind in structure.kinds.items()
         }
         tp = 1 if group is None else group.size()
         for i in range(len(structure.layer_kinds)):
             kind = structure.kind(i)
-            layer = _CACHES[type(kind)][0](kind, tp, dtype, self.device)
+            layer = _classes_of(kind)[0](kind, tp, dtype, self.device)
             modules[structure.kernel(i)] = layer.kernel_of_layer()
             self._layers.append(layer)
         self._replaced = replace_modules(model, modules)

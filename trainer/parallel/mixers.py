@@ -3,6 +3,7 @@ windows. They are replaced as modules, and all that is asked about a mixer here 
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from types import ModuleType
 
 import torch
 from torch import nn
@@ -18,9 +19,13 @@ _FILES = {AttentionKind: attention, RecurrentKind: recurrence}
 """Class of a kind -> the module that has `replacement` and `kernel_name` for it."""
 
 
+def _file_of(kind: LayerKind) -> ModuleType:
+    return next(file for cls, file in _FILES.items() if isinstance(kind, cls))
+
+
 def kernel_name(kind: LayerKind, layout: SampleLayout, tp: int, device: torch.device) -> str:
     """Return the name of the kernel of a kind in training, such as "flash_attention". tp: degree of tensor parallelism."""
-    return _FILES[type(kind)].kernel_name(kind, layout, tp, device)
+    return _file_of(kind).kernel_name(kind, layout, tp, device)
 
 
 def apply_mixers(
@@ -87,7 +92,7 @@ def _modules_of(
     modules: dict[str, nn.Module] = {}
     kernels: dict[str, Callable[[bool], nn.Module]] = {}
     for name, kind in structure.kinds.items():
-        if (replaced := _FILES[type(kind)].replacement(kind, layout, backend)) is not None:
+        if (replaced := _file_of(kind).replacement(kind, layout, backend)) is not None:
             modules[f"{structure.masks}.{name}"] = replaced.mask
             kernels[name] = replaced.kernel
     for block, _ in model.get_submodule(structure.blocks_path).named_children():

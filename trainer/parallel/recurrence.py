@@ -90,7 +90,7 @@ class Documents(nn.Module):
 
 def kernel_name(kind: RecurrentKind, layout: SampleLayout, tp: int, device: torch.device) -> str:
     """See mixers.py."""
-    return "gated_delta_rule"
+    return kind.KERNEL
 
 
 def replacement(kind: RecurrentKind, layout: SampleLayout, backend: AttentionBackend) -> Replacement | None:

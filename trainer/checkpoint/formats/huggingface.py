@@ -21,9 +21,11 @@ from models.huggingface_tensors import (
     is_permuted,
     is_stacked,
     join_tensors,
+    own_names,
     restore_rows,
     stack_of,
     stored_name,
+    stored_shape,
     text_name,
 )
 from models.spec import ModelSpec, meta_model, saved_weights
@@ -209,6 +211,8 @@ class HuggingFaceWeights(Weights):
             ignored = [module for module in described.skipped if any(key.startswith(f"{module}.") for key in keys)]
             prefixes = tuple(f"{module}." for module in ignored)
             keys = {name: key for name, key in keys.items() if not name.startswith(prefixes)}
+            weights = saved_weights(meta_model(described.spec.model, described.sizes))
+            keys = own_names(described.spec.huggingface, keys, by_matrix(described.spec.huggingface, weights))
             if problem := _other_number_of_experts(described, {name: stored[key] for name, key in keys.items()}):
                 raise ConfigError("", f"cannot load {folder}: {problem}")
             index = _weight_index(folder, described.spec, described.sizes, keys, stored)
@@ -280,6 +284,11 @@ class HuggingFaceWeights(Weights):
         key, group = self.keys[stored_name(hf, name)], head_dim if is_permuted(hf, name) else 1
         start, stop = (row + self._first_rows[name] for row in (ranges[0].start, ranges[0].stop))
         first, last = start // group * group, -(-stop // group) * group
+        shape = (self.index[name].shape[0], *ranges[1:])
+        if len(dims := stored_shape(hf, name, shape)) > len(shape):  # a vector with more dims
+            return self._read_stored(
+                tensors, key, tuple(slice(0, 1) if size == 1 else ranges[0] for size in dims)
+            ).flatten()
         rows = restore_rows(hf, name, self._read_stored(tensors, key, (slice(first, last), *ranges[1:])), head_dim)
         return rows[start - first : stop - first]
 

@@ -18,6 +18,7 @@ from models.huggingface_tensors import (
     reorder_rows,
     stack_of,
     stacked_matrix,
+    stored_shape,
     stored_tensors,
 )
 from models.spec import meta_model, saved_buffers, saved_weights
@@ -119,7 +120,8 @@ class _Tensors:
                 group = head_dim if is_permuted(hf, matrix) else 1
                 yield from read_in_chunks(partial(read, matrix), shape, dtype, group, self.progress)
 
-        return TensorWrite(name, dtype, (sum(shape[0] for shape in shapes), *shapes[0][1:]), pieces)
+        shape = stored_shape(hf, matrices[0], (sum(shape[0] for shape in shapes), *shapes[0][1:]))
+        return TensorWrite(name, dtype, shape, pieces)
 
     def _stack(self, name: str, experts: Sequence[Sequence[str]]) -> TensorWrite:
         """Return a stored stack, which is written by expert. experts: names of the matrices of each expert."""
