@@ -279,7 +279,43 @@ def init_filter(rows: Tensor, generator: Generator) -> None:
     rows.normal_(0.0, rows.shape[-1] ** -0.5, generator=generator)
 
 
-class GatedDeltaNet(nn.Module):
+class RecurrentMixer(nn.Module):
+    """What mixers with the delta rule have in common: all but the projections of the hidden state."""
+
+    INTO_RESIDUAL: ClassVar = ("wo",)
+    FILTERS: ClassVar = ("q_filter", "k_filter", "v_filter")
+    BIASES: ClassVar = ("A_log", "dt_bias", *FILTERS)
+    INITIAL: ClassVar = {"A_log": init_log_rate, "dt_bias": init_step_bias} | dict.fromkeys(FILTERS, init_filter)
+
+    def __init__(self, dim: int, kind: RecurrentKind, norm_eps: float, decays: int):
+        """Build the modules.
+
+        Args:
+            dim: Width of the hidden state.
+            kind: Kind of the layer.
+            norm_eps: Constant of the norm of each head's result.
+            decays: Number of the decays of a token, over all heads.
+        """
+        super().__init__()
+        self.kind = kind
+        key_dim, value_dim = kind.widths
+        keys, values = kind.key_heads * key_dim, kind.value_heads * value_dim
+        self.q_filter, self.k_filter, self.v_filter = (
+            nn.Parameter(torch.empty(channels, 1, kind.filter_width)) for channels in (keys, keys, values)
+        )
+        self.A_log = nn.Parameter(torch.empty(kind.value_heads))
+        self.dt_bias = nn.Parameter(torch.empty(decays))
+        self.norm = nn.RMSNorm(value_dim, norm_eps)
+        self.wo = nn.Linear(values, dim, bias=False)
+        self.core = kind.kernel(Carry())
+
+    def recur(self, qkv: Sequence[Tensor], log_decay: Tensor, beta: Tensor, context: Context) -> Tensor:
+        """Return the norms of the kernel's results, (batch, seq, local value heads, value_dim). See DeltaRule.forward."""
+        filters = self.q_filter, self.k_filter, self.v_filter
+        return self.norm(self.core(qkv, filters, log_decay, beta, context.mask))
+
+
+class GatedDeltaNet(RecurrentMixer):
     """Gated DeltaNet (Yang et al. 2024, arXiv:2412.06464): the gated delta rule, and a gate on the norm of each head's result.
 
     The decay is a = exp(-A softplus(wa x + dt_bias)), the part of a correction b = sigmoid(wb x)."""
@@ -290,13 +326,9 @@ class GatedDeltaNet(nn.Module):
         "norm": "head_norm",
         "wo": "row",
     }
-    INTO_RESIDUAL: ClassVar = ("wo",)
-    FILTERS: ClassVar = ("q_filter", "k_filter", "v_filter")
-    BIASES: ClassVar = ("A_log", "dt_bias", *FILTERS)
-    INITIAL: ClassVar = {"A_log": init_log_rate, "dt_bias": init_step_bias} | dict.fromkeys(FILTERS, init_filter)
 
     def __init__(self, dim: int, kind: RecurrentKind, norm_eps: float, beta_scale: float = 1.0):
-        """Build the layer.
+        """Build the layer. See RecurrentMixer.
 
         Args:
             dim: Width of the hidden state.
@@ -304,19 +336,9 @@ class GatedDeltaNet(nn.Module):
             norm_eps: Constant of the norm.
             beta_scale: Factor of b. With 2, corrections may reverse the sign of a value (Grazzi et al. 2024, arXiv:2411.12537).
         """
-        super().__init__()
-        self.kind, self.beta_scale = kind, beta_scale
-        key_dim, value_dim = kind.widths
-        keys, values = kind.key_heads * key_dim, kind.value_heads * value_dim
-        self.build_projections(dim, keys, values)
-        self.q_filter, self.k_filter, self.v_filter = (
-            nn.Parameter(torch.empty(channels, 1, kind.filter_width)) for channels in (keys, keys, values)
-        )
-        self.A_log = nn.Parameter(torch.empty(kind.value_heads))
-        self.dt_bias = nn.Parameter(torch.empty(kind.value_heads))
-        self.norm = nn.RMSNorm(value_dim, norm_eps)
-        self.wo = nn.Linear(values, dim, bias=False)
-        self.core = kind.kernel(Carry())
+        super().__init__(dim, kind, norm_eps, decays=kind.value_heads)
+        self.beta_scale = beta_scale
+        self.build_projections(dim, kind.key_heads * kind.widths[0], kind.value_heads * kind.widths[1])
 
     def build_projections(self, dim: int, keys: int, values: int) -> None:
         """Build the projections. keys, values: widths of the keys, and of the values, of all heads."""
@@ -337,7 +359,5 @@ class GatedDeltaNet(nn.Module):
         q, k, v, z, a, b = self.project(x)
         log_decay = -at_least_fp32(self.A_log).exp() * F.softplus(at_least_fp32(a) + self.dt_bias)
         beta = at_least_fp32(b).sigmoid() * self.beta_scale
-        filters = self.q_filter, self.k_filter, self.v_filter
-        # (batch, seq, local value heads, value_dim)
-        out = self.core((q, k, v), filters, log_decay[..., None], beta, context.mask)
-        return self.wo((self.norm(out) * F.silu(at_least_fp32(z))).type_as(x).flatten(-2))
+        out = self.recur((q, k, v), log_decay[..., None], beta, context)
+        return self.wo((out * F.silu(at_least_fp32(z))).type_as(x).flatten(-2))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from models.components import at_least_fp32
 from models.context import Context
-from models.delta_net import Carry, DeltaRule, RecurrentKind, init_filter, init_log_rate, init_step_bias
+from models.delta_net import Carry, DeltaRule, RecurrentKind, RecurrentMixer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,7 @@ class ChannelDeltaRule(DeltaRule):
         return torch.cat((above, torch.cat((between, second), -1)), -2)
 
 
-class KimiDeltaAttention(nn.Module):
+class KimiDeltaAttention(RecurrentMixer):
     """Kimi Delta Attention. The decay of a channel is exp(-A softplus(f + dt_bias)), where f and the gate of the result are
     projections of narrow vectors. Names of the matrices are those of the published code."""
 
@@ -72,34 +72,15 @@ class KimiDeltaAttention(nn.Module):
         "norm": "head_norm",
         "wo": "row",
     }
-    INTO_RESIDUAL: ClassVar = ("wo",)
-    FILTERS: ClassVar = ("q_filter", "k_filter", "v_filter")
-    BIASES: ClassVar = ("A_log", "dt_bias", *FILTERS)
-    INITIAL: ClassVar = {"A_log": init_log_rate, "dt_bias": init_step_bias} | dict.fromkeys(FILTERS, init_filter)
 
     def __init__(self, dim: int, kind: KimiDeltaKind, norm_eps: float):
-        """Build the layer.
-
-        Args:
-            dim: Width of the hidden state.
-            kind: Kind of the layer.
-            norm_eps: Constant of the norm.
-        """
-        super().__init__()
-        self.kind = kind
-        width, heads = kind.widths[0], kind.value_heads
-        self.wq, self.wk, self.wv = (nn.Linear(dim, heads * width, bias=False) for _ in range(3))
+        """Build the layer. See RecurrentMixer."""
+        width, values = kind.widths[0], kind.value_heads * kind.widths[1]
+        super().__init__(dim, kind, norm_eps, decays=values)
+        self.wq, self.wk, self.wv = (nn.Linear(dim, values, bias=False) for _ in range(3))
         self.f_a, self.g_a = (nn.Linear(dim, width, bias=False) for _ in range(2))
-        self.f_b, self.g_b = (nn.Linear(width, heads * width, bias=False) for _ in range(2))
-        self.wb = nn.Linear(dim, heads, bias=False)
-        self.q_filter, self.k_filter, self.v_filter = (
-            nn.Parameter(torch.empty(heads * width, 1, kind.filter_width)) for _ in range(3)
-        )
-        self.A_log = nn.Parameter(torch.empty(heads))
-        self.dt_bias = nn.Parameter(torch.empty(heads * width))
-        self.norm = nn.RMSNorm(width, norm_eps)
-        self.wo = nn.Linear(heads * width, dim, bias=False)
-        self.core = kind.kernel(Carry())
+        self.f_b, self.g_b = (nn.Linear(width, values, bias=False) for _ in range(2))
+        self.wb = nn.Linear(dim, kind.value_heads, bias=False)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """x: (batch, seq, dim)."""
@@ -117,7 +98,6 @@ class KimiDeltaAttention(nn.Module):
         )  # (batch, seq, local heads, width)
         step = F.softplus(at_least_fp32(self.f_b(f)) + self.dt_bias).unflatten(-1, (-1, width))
         log_decay = -at_least_fp32(self.A_log).exp()[:, None] * step
-        beta = at_least_fp32(self.wb(x)).sigmoid()
-        out = self.core((q, k, v), (self.q_filter, self.k_filter, self.v_filter), log_decay, beta, context.mask)
+        out = self.recur((q, k, v), log_decay, at_least_fp32(self.wb(x)).sigmoid(), context)
         gate = at_least_fp32(self.g_b(g)).sigmoid().unflatten(-1, (-1, width))
-        return self.wo((self.norm(out) * gate).type_as(x).flatten(-2))
+        return self.wo((out * gate).type_as(x).flatten(-2))

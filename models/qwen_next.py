@@ -14,7 +14,7 @@ from models.components import FeedForward, OffsetRMSNorm
 from models.config_json import Config, first, rope_object, with_layer_types, write_layer_types
 from models.context import Context
 from models.decoder import Decoder
-from models.delta_net import GatedDeltaNet
+from models.delta_net import GatedDeltaNet, RecurrentMixer
 from models.huggingface import MIXTURE_NAMES, NAMES, HuggingFace
 from models.hybrid import DEBUG_HYBRID, HybridSizes
 from models.moe import MixtureOfExperts
@@ -132,7 +132,7 @@ def _read(config: Config) -> Config:
     return with_layer_types(config, lambda i: (i + 1) % interval != 0, "linear")
 
 
-_FILTERS = dict.fromkeys((f"delta_net.{name}" for name in GatedDeltaNet.FILTERS), "linear_attn.conv1d.weight")
+_FILTERS = dict.fromkeys((f"delta_net.{name}" for name in RecurrentMixer.FILTERS), "linear_attn.conv1d.weight")
 _DELTA_NAMES = _FILTERS | {
     "delta_net": "linear_attn",
     "delta_net.norm": "linear_attn.norm",

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from models import delta_net
 from models.affine_scan import AffineMaps
-from models.delta_net import GatedDeltaNet
+from models.delta_net import RecurrentMixer
 from trainer.parallel.recurrence import ContextCarry
 
 
@@ -71,10 +71,10 @@ class _NormOfAllHeads(nn.RMSNorm):
 
 def norm_of_all_heads() -> AbstractContextManager:
     """Divide a head's result by the norm of those of all heads that the rank has."""
-    original = GatedDeltaNet.__init__
+    original = RecurrentMixer.__init__
 
-    def init(mixer: GatedDeltaNet, *args: Any) -> None:
-        original(mixer, *args)
+    def init(mixer: RecurrentMixer, *args: Any, **kwargs: Any) -> None:
+        original(mixer, *args, **kwargs)
         mixer.norm = _NormOfAllHeads(mixer.norm.normalized_shape, mixer.norm.eps)
 
-    return patch.object(GatedDeltaNet, "__init__", init)
+    return patch.object(RecurrentMixer, "__init__", init)
