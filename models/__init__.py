@@ -8,7 +8,7 @@ from models.kimi import KIMI_LINEAR
 from models.llama import LLAMA2, LLAMA3, LLAMA3_1, LLAMA3_2
 from models.mistral import MINISTRAL3, MISTRAL
 from models.mixtral import MIXTRAL
-from models.olmo import OLMO2, OLMO3, OLMOE
+from models.olmo import OLMO2, OLMO3, OLMO_HYBRID, OLMOE
 from models.phi import PHI
 from models.qwen import QWEN2_5, QWEN3, QWEN3_MOE
 from models.qwen_next import QWEN3_5, QWEN3_NEXT
@@ -38,5 +38,6 @@ MODELS: dict[str, ModelSpec] = {
     "gpt-oss": GPT_OSS,
     "qwen3-next": QWEN3_NEXT,
     "qwen3.5": QWEN3_5,
+    "olmo-hybrid": OLMO_HYBRID,
     "kimi-linear": KIMI_LINEAR,
 }

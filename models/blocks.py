@@ -12,7 +12,8 @@ from models.sizes import Sizes
 class Block(nn.Module):
     """The modules that all blocks have. Subclasses define their order. Whatever the mixer, its norm has Meta's name."""
 
-    TENSOR: ClassVar = {"attention_norm": "norm", "ffn_norm": "norm"}
+    NORMS: ClassVar = ("attention_norm", "ffn_norm")
+    TENSOR: ClassVar = dict.fromkeys(NORMS, "norm")
 
     def __init__(self, sizes: Sizes, norm: Norm, mixer: nn.Module, feed_forward: nn.Module):
         """Build the norms.
@@ -22,10 +23,11 @@ class Block(nn.Module):
             feed_forward: Its forward is (hidden state, context) -> hidden state.
         """
         super().__init__()
-        self.attention_norm = norm(sizes.dim)
+        first, second = self.NORMS
+        self.add_module(first, norm(sizes.dim))
         self.mixer_name = mixer.kind.MIXER
         self.add_module(self.mixer_name, mixer)
-        self.ffn_norm = norm(sizes.dim)
+        self.add_module(second, norm(sizes.dim))
         self.feed_forward = feed_forward
 
     @property
@@ -47,6 +49,17 @@ class PostNormBlock(Block):
     def forward(self, h: Tensor, context: Context) -> Tensor:
         h = h + self.attention_norm(self.mixer(h, context))
         return h + self.ffn_norm(self.feed_forward(h, context))
+
+
+class LaterNormBlock(Block):
+    """PostNormBlock in a model that has pre-norm blocks too. Its norms have other names, as in the files: OLMo Hybrid."""
+
+    NORMS: ClassVar = ("attention_post_norm", "ffn_post_norm")
+    TENSOR: ClassVar = dict.fromkeys(NORMS, "norm")
+
+    def forward(self, h: Tensor, context: Context) -> Tensor:
+        h = h + self.attention_post_norm(self.mixer(h, context))
+        return h + self.ffn_post_norm(self.feed_forward(h, context))
 
 
 class SandwichBlock(Block):

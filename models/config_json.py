@@ -1,5 +1,6 @@
 """Parts of Hugging Face's config.json that several model families share: positional encoding and windows, read and written."""
 
+import types
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields
 from typing import Any, get_args
@@ -120,7 +121,10 @@ def read_rope(config: Config, sizes_type: type[Sizes]) -> dict[str, Any]:
     values = {name: rope[key] for name, key in keys.items() if rope.get(key) is not None}
     if missing := [key for name, key in keys.items() if name not in values and used[name] is MISSING]:
         raise ValueError(f"{missing[0]} is missing")
-    return values | {"rope_theta": first(rope.get("rope_theta"), config["rope_theta"]), "rope_type": rope_type}
+    given = rope.get("rope_theta", config["rope_theta"])
+    may_be_none = types.NoneType in get_args(next(f.type for f in fields(sizes_type) if f.name == "rope_theta"))
+    theta = given if may_be_none else first(given, config["rope_theta"])
+    return values | {"rope_theta": theta, "rope_type": rope_type}
 
 
 def write_rope(sizes: Any) -> dict[str, Any]:
@@ -157,9 +161,9 @@ def read_windows(config: Config, sizes_type: type[Sizes]) -> dict[str, Any]:
     """Return the window and the types of the layers. If they are not listed, all layers have the window. sizes_type: class of the
     family's sizes. Raises ValueError."""
     sizes = {f.name: f.type for f in fields(sizes_type)}
-    types = get_args(get_args(sizes["layer_types"])[0]) if "layer_types" in sizes else ("full", "sliding")
+    own = get_args(get_args(sizes["layer_types"])[0]) if "layer_types" in sizes else ("full", "sliding")
     window = config.get("sliding_window") if "window" in sizes else None
-    names, layers = {LAYER_TYPES[name]: name for name in types}, config["num_hidden_layers"]
+    names, layers = {LAYER_TYPES[name]: name for name in own}, config["num_hidden_layers"]
     full, sliding = LAYER_TYPES["full"], LAYER_TYPES["sliding"]
     listed = first(config.get("layer_types"), [full if window is None else sliding] * layers)
     if not isinstance(listed, list) or len(listed) != layers:

@@ -1,15 +1,17 @@
 """OLMo 2 (OLMo Team 2024, arXiv:2501.00656) and OLMo 3 (OLMo Team 2025, arXiv:2512.13961): norms follow attention and
 feed-forward layer, and queries and keys have norms over all heads. OLMoE (Muennighoff et al. 2024, arXiv:2409.02060) has norms
 before them, and mixtures of experts. In OLMo 3, three of four layers attend to a window, and only
-the other layers' context window is extended. Dimensions: config.json of the published models."""
+the other layers' context window is extended. In OLMo Hybrid (OLMo Team 2026, https://huggingface.co/allenai/Olmo-Hybrid-7B), they
+are Gated DeltaNet, with norms before them. Dimensions: config.json of the published models."""
 
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any, ClassVar
 
 from torch import nn
 
 from models.attention import Attention, AttentionKind
-from models.blocks import PostNormBlock
+from models.blocks import Block, LaterNormBlock, PostNormBlock, PreNormBlock
 from models.components import AllHeadsRMSNorm, FeedForward
 from models.config_json import (
     Config,
@@ -18,20 +20,34 @@ from models.config_json import (
     sliding_theta,
     split_rope,
     with_layer_types,
+    write_layer_types,
     write_rope_by_type,
     write_windows,
 )
 from models.decoder import Decoder, pre_norm_decoder
+from models.delta_net import GatedDeltaNet
 from models.gguf import NAMES as GGUF_NAMES
 from models.gguf import Gguf, Keys
 from models.huggingface import MIXTURE_NAMES, NAMES, HuggingFace
+from models.hybrid import DEBUG_HYBRID, HybridSizes
 from models.moe import MixtureOfExperts
 from models.rope import Rope
-from models.sizes import DEBUG_DERIVED, DEBUG_EXPERTS, DecoderSizes, MixedSizes, MixtureSizes, SizeError, text_of
-from models.spec import ModelSpec
+from models.sizes import (
+    DEBUG_DERIVED,
+    DEBUG_EXPERTS,
+    DecoderSizes,
+    MixedSizes,
+    MixtureSizes,
+    SizeError,
+    require,
+    text_of,
+)
+from models.spec import LayerKind, ModelSpec
 
 _THETA = 500_000.0
 """Default of rope_theta, also of transformers."""
+_GATED_NORM_EPS = 1e-5
+"""Constant of the norms of a recurrence's results. The published code has no setting for it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +65,21 @@ class Olmo3Sizes(Olmo2Sizes, MixedSizes):
 
 
 @dataclass(frozen=True, kw_only=True)
+class OlmoHybridSizes(HybridSizes):
+    ROPE_TYPES: ClassVar = ("default", "linear", "llama3", "yarn")
+    norm_eps: float = 1e-6
+    rope_theta: float | None = 10_000.0
+    """None: layers with attention have no positional encoding."""
+    attention_bias: bool = False
+    linear_allow_neg_eigval: bool = True
+    """Whether corrections of a recurrence may reverse the sign of a value: their part is up to 2 instead of 1."""
+
+    def kinds(self) -> dict[str, LayerKind]:
+        kinds = super().kinds()
+        return kinds if self.rope_theta is not None else kinds | {"full": replace(kinds["full"], rope=None)}
+
+
+@dataclass(frozen=True, kw_only=True)
 class OlmoeSizes(MixtureSizes):
     attention_bias: bool = False
 
@@ -59,7 +90,7 @@ class OlmoeSizes(MixtureSizes):
             raise SizeError(message, "head_dim", "n_heads", "dim")
 
 
-def _attention(sizes: Olmo2Sizes | OlmoeSizes, kind: AttentionKind) -> Attention:
+def _attention(sizes: Olmo2Sizes | OlmoeSizes | OlmoHybridSizes, kind: AttentionKind) -> Attention:
     norm, bias = partial(AllHeadsRMSNorm, eps=sizes.norm_eps), sizes.attention_bias
     q_norm, k_norm = norm(sizes.n_heads * sizes.head_dim), norm(sizes.n_kv_heads * sizes.head_dim)
     return Attention(sizes.dim, kind, qkv_bias=bias, out_bias=bias, q_norm=q_norm, k_norm=k_norm)
@@ -71,6 +102,19 @@ def olmo(sizes: Olmo2Sizes) -> Decoder:
     def block(index: int, kind: AttentionKind) -> PostNormBlock:
         feed_forward = FeedForward(sizes.dim, sizes.hidden_dim)
         return PostNormBlock(sizes, norm, _attention(sizes, kind), feed_forward)
+
+    return Decoder(sizes, norm, block)
+
+
+def olmo_hybrid(sizes: OlmoHybridSizes) -> Decoder:
+    norm = partial(nn.RMSNorm, eps=sizes.norm_eps)
+    scale = 2.0 if sizes.linear_allow_neg_eigval else 1.0
+
+    def block(index: int, kind: LayerKind) -> Block:
+        feed_forward = FeedForward(sizes.dim, sizes.hidden_dim)
+        if isinstance(kind, AttentionKind):
+            return LaterNormBlock(sizes, norm, _attention(sizes, kind), feed_forward)
+        return PreNormBlock(sizes, norm, GatedDeltaNet(sizes.dim, kind, _GATED_NORM_EPS, scale), feed_forward)
 
     return Decoder(sizes, norm, block)
 
@@ -179,4 +223,69 @@ OLMOE = ModelSpec(
         writes_tied=True,
         fixed=lambda sizes: {"n_kv_heads": sizes.n_heads, "normalize_weights": False, "attention_bias": False},
     ),
+)
+
+
+def _read_hybrid(config: Config) -> Config:
+    """Return the configuration with the sizes that are derived from others."""
+    heads, dim, layers = config["num_attention_heads"], config["hidden_size"], config["num_hidden_layers"]
+    keys = first(config.get("linear_num_key_heads"), heads)
+    require("linear_num_key_heads", keys, int)
+    key_dim = first(config.get("linear_key_head_dim"), int(0.75 * dim / keys))
+    derived = {
+        "linear_num_key_heads": keys,
+        "linear_num_value_heads": first(config.get("linear_num_value_heads"), heads),
+        "linear_key_head_dim": key_dim,
+        "linear_value_head_dim": first(config.get("linear_value_head_dim"), 2 * key_dim),
+    }
+    config = with_layer_types({**config, **derived}, lambda i: i % 4 != 3 and layers > 3, "linear")
+    types: Any = config["layer_types"]
+    if isinstance(types, list) and len({*types}) == 1:
+        raise ValueError(f"layer_types {text_of(types)}: this model has layers of both types")
+    return config
+
+
+_LINEAR = "linear_attn"
+_hybrid_names = NAMES | {
+    "attention_norm": "attention_layer_norm",
+    "ffn_norm": "feedforward_layer_norm",
+    "attention_post_norm": "post_attention_layernorm",
+    "ffn_post_norm": "post_feedforward_layernorm",
+    "delta_net": _LINEAR,
+    **{f"delta_net.w{x}": f"{_LINEAR}.{x}_proj" for x in "qkvabo"},
+    "delta_net.wz": f"{_LINEAR}.g_proj",
+    **{f"delta_net.{x}_filter": f"{_LINEAR}.{x}_conv1d.weight" for x in "qkv"},
+    "delta_net.norm": f"{_LINEAR}.o_norm",
+}
+OLMO_HYBRID = ModelSpec(
+    model=olmo_hybrid,
+    by_size={
+        "debug": OlmoHybridSizes(**DEBUG_DERIVED | DEBUG_HYBRID, rope_theta=None),
+        "7b": OlmoHybridSizes(
+            dim=3840,
+            n_layers=32,
+            n_heads=30,
+            n_kv_heads=30,
+            head_dim=128,
+            hidden_dim=11008,
+            vocab_size=100352,
+            rope_theta=None,
+            linear_num_key_heads=30,
+            linear_num_value_heads=30,
+            linear_key_head_dim=96,
+            linear_value_head_dim=192,
+        ),
+    },
+    huggingface=HuggingFace(
+        model_type="olmo_hybrid",
+        architecture="OlmoHybridForCausalLM",
+        sizes_type=OlmoHybridSizes,
+        defaults={"hidden_size": 3840, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 30}
+        | {"vocab_size": 100352, "max_position_embeddings": 65536},
+        read=_read_hybrid,
+        write=write_layer_types,
+        names=_hybrid_names,
+        other_names={"post_attention_layernorm": "feedforward_layer_norm"},  # transformers 5.24 writes it so
+    ),
+    gguf=None,
 )

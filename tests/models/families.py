@@ -165,6 +165,11 @@ CONFIGS: dict[str, list[dict]] = {
         | {"shared_expert_intermediate_size": 56, "norm_topk_prob": False, "mlp_only_layers": [1], "attention_bias": True}
         | {"linear_num_key_heads": 4, "linear_conv_kernel_dim": 3, "full_attention_interval": 2} | _TIED,
     ],
+    "olmo-hybrid": [
+        {},
+        _DELTA | {"linear_allow_neg_eigval": False, "attention_bias": True, "rope_parameters": _ROPE | {"rope_theta": None}}
+        | {"layer_types": ["full_attention", "linear_attention"] * 2, "linear_conv_kernel_dim": 3} | _TIED,
+    ],
     "kimi-linear": [
         _KIMI | {"num_experts": 8, "num_expert_group": 4, "topk_group": 2, "num_experts_per_token": 3}
         | {"linear_attn_config": {"kda_layers": [1, 2, 3], "full_attn_layers": [4], "head_dim": 10, "num_heads": 2}},

@@ -56,7 +56,17 @@ def stored_tensors(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Te
         model: Of transformers.
         tensors: By the names of its parameters.
     """
-    return require_package("transformers.core_model_loading", "").revert_weight_conversion(model, tensors)
+    stored = require_package("transformers.core_model_loading", "").revert_weight_conversion(model, tensors)
+    config = model.config
+    for name in [name for name in stored if name.endswith("linear_attn.q_conv1d.weight")]:
+        # transformers 5.24 splits joined filters into equal parts, also if keys and values have different widths.
+        parts = [name.replace("q_conv1d", f"{x}_conv1d") for x in "qkv"]
+        keys, values = (
+            getattr(config, f"linear_num_{x}_heads") * getattr(config, f"linear_{x}_head_dim") for x in ("key", "value")
+        )
+        joined = torch.cat([stored[part] for part in parts])
+        stored |= dict(zip(parts, joined.split((keys, keys, values)), strict=True))
+    return stored
 
 
 def _mean_losses(model: nn.Module, batches: Sequence) -> tuple[Tensor, Tensor]:
