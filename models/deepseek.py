@@ -1,7 +1,7 @@
-"""DeepSeek-V3 (DeepSeek-AI 2024, arXiv:2412.19437) and Moonlight (Liu et al. 2025, arXiv:2502.16982), which has the same
-architecture: attention with compressed queries, keys and values, and mixtures of experts whose load is balanced by a correction
-of the router's scores. Dimensions: config.json of the published models. The head for multi-token prediction is not part of the
-model."""
+"""DeepSeek-V3 (DeepSeek-AI 2024, arXiv:2412.19437), and models of the same architecture: Moonlight (Liu et al. 2025,
+arXiv:2502.16982) and Kimi K2 (Kimi Team 2025, arXiv:2507.20534). Attention with compressed queries, keys and values, and mixtures
+of experts whose load is balanced by a correction of the router's scores. Dimensions: config.json of the published models. The head
+for multi-token prediction is not part of the model."""
 
 import math
 from dataclasses import dataclass, replace
@@ -21,7 +21,7 @@ from models.gguf import Gguf, HeadRows, Keys
 from models.huggingface import MIXTURE_NAMES, HuggingFace
 from models.moe import CorrectedRouter, MixtureOfExperts
 from models.rope import YarnRope, rotate_halves, rotate_pairs, without_rotation
-from models.sizes import DEBUG, DEBUG_EXPERTS, GroupedMixtureSizes, text_of
+from models.sizes import DEBUG, DEBUG_EXPERTS, GroupedMixtureSizes, Sizes, text_of
 from models.spec import ModelSpec, SizeError
 
 _LATENT_EPS = 1e-6
@@ -54,10 +54,7 @@ class DeepSeekSizes(GroupedMixtureSizes):
                 f"n_kv_heads {self.n_kv_heads} must be n_heads {self.n_heads}: each head has its own keys and values"
             )
             raise SizeError(message, "n_kv_heads", "n_heads")
-        sparse = self.all_sparse_layers
-        if list(sparse) != sorted(sparse):
-            message = f"sparse_layers {text_of(sparse)}: dense layers must precede all layers with experts"
-            raise SizeError(message, "sparse_layers", "n_layers")
+        require_leading_dense(self)
 
     @property
     def head_widths(self) -> tuple[int, int]:
@@ -68,6 +65,14 @@ class DeepSeekSizes(GroupedMixtureSizes):
         if isinstance(rope, YarnRope) and rope.mscale_all_dim:
             scale *= rope.amplitude_of(rope.mscale_all_dim) ** 2
         return {name: replace(kind, scale=scale) for name, kind in super().kinds().items()}
+
+
+def require_leading_dense(sizes: GroupedMixtureSizes) -> None:
+    """Raise SizeError if a dense layer follows one with experts, which the files cannot express."""
+    sparse = sizes.all_sparse_layers
+    if list(sparse) != sorted(sparse):
+        message = f"sparse_layers {text_of(sparse)}: dense layers must precede all layers with experts"
+        raise SizeError(message, "sparse_layers", "n_layers")
 
 
 class LatentAttention(nn.Module):
@@ -150,24 +155,35 @@ def number_of_layers(config: Config, key: str, default: int) -> int:
     return value
 
 
-def _read(config: Config) -> Config:
-    """Return the configuration with the dense layers as sparse_layers."""
-    dense, layers = number_of_layers(config, "first_k_dense_replace", 3), config["num_hidden_layers"]
+def read_leading_dense(config: Config, default: int) -> list[bool]:
+    """Return whether each layer is a mixture of experts: all but the first. Raises ValueError.
+
+    Args:
+        config: Content of config.json.
+        default: Number of the first layers, which are dense, if the file does not have it.
+    """
+    dense, layers = number_of_layers(config, "first_k_dense_replace", default), config["num_hidden_layers"]
     if dense >= layers:
         message = f"first_k_dense_replace {dense} must be below num_hidden_layers {layers}"
         raise ValueError(f"{message}: without experts it is a dense model")
-    sparse, rotated = [i >= dense for i in range(layers)], config["qk_rope_head_dim"]
+    return [i >= dense for i in range(layers)]
+
+
+def _read(config: Config) -> Config:
+    """Return the configuration with the dense layers as sparse_layers."""
+    sparse, rotated = read_leading_dense(config, 3), config["qk_rope_head_dim"]
     if config.get("head_dim") not in (None, rotated):
         raise ValueError(f"head_dim {text_of(config['head_dim'])} must be qk_rope_head_dim {text_of(rotated)}")
     return {**config, "sparse_layers": sparse}
 
 
-def _write(sizes: DeepSeekSizes) -> dict[str, Any]:
+def write_leading_dense(sizes: GroupedMixtureSizes) -> dict[str, Any]:
+    """Inverse of read_leading_dense, without layers for multi-token prediction."""
     return {"first_k_dense_replace": sizes.all_sparse_layers.index(True), "num_nextn_predict_layers": 0}
 
 
-def _ignored(config: Config, sizes: DeepSeekSizes) -> tuple[str, ...]:
-    """Return the modules for multi-token prediction, which follow the layers."""
+def prediction_layers(config: Config, sizes: Sizes) -> tuple[str, ...]:
+    """Return the modules for multi-token prediction in the files, which follow the layers."""
     count = number_of_layers(config, "num_nextn_predict_layers", 1)
     return tuple(f"model.layers.{sizes.n_layers + i}" for i in range(count))
 
@@ -255,12 +271,19 @@ _SIZES = {
         kv_lora_rank=512, qk_nope_head_dim=128, v_head_dim=128, rope_factor=40.0, **_YARN,
         sparse_layers=(False,) * 3 + (True,) * 58,
     ),
+    "kimi-k2-1t": DeepSeekSizes(
+        dim=7168, n_layers=61, n_heads=64, n_kv_heads=64, head_dim=64, hidden_dim=18432,
+        vocab_size=163840, rope_theta=50_000.0, n_experts=384, experts_per_token=8, expert_hidden_dim=2048,
+        n_shared_experts=1, weight_scale=2.827, q_lora_rank=1536, kv_lora_rank=512, qk_nope_head_dim=128,
+        v_head_dim=128, rope_factor=32.0, rope_beta_fast=1.0, **_YARN, sparse_layers=(False,) + (True,) * 60,
+    ),
 }  # fmt: skip
 DEEPSEEK_V3 = ModelSpec(
     model=deepseek,
     by_size=_SIZES,
     huggingface=HuggingFace(
         model_type="deepseek_v3",
+        other_model_types=("kimi_k2",),
         architecture="DeepseekV3ForCausalLM",
         sizes_type=DeepSeekSizes,
         # Other readers than transformers need the last three.
@@ -283,7 +306,7 @@ DEEPSEEK_V3 = ModelSpec(
             "num_attention_heads": 128,
         },
         read=_read,
-        write=_write,
+        write=write_leading_dense,
         size_keys={
             "n_experts": "n_routed_experts",
             "n_groups": "n_group",
@@ -294,7 +317,7 @@ DEEPSEEK_V3 = ModelSpec(
         aliases={"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"},
         omitted=("sparse_layers",),
         names=LATENT_NAMES,
-        ignored=_ignored,
+        ignored=prediction_layers,
     ),
     gguf=Gguf(
         architecture="deepseek2",

@@ -76,6 +76,8 @@ class HuggingFace:
     """The mapping between a model and Hugging Face's format of its family."""
 
     model_type: str
+    other_model_types: tuple[str, ...] = ()
+    """Types of models of the same architecture, which are read as this one."""
     architecture: str
     sizes_type: type[Sizes]
     fixed: Config = field(default_factory=lambda: {"hidden_act": "silu"})

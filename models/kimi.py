@@ -11,7 +11,7 @@ from torch import nn
 from models.attention import AttentionKind
 from models.config_json import LAYER_TYPES, Config, first, write_layer_types
 from models.decoder import Decoder, pre_norm_decoder
-from models.deepseek import LATENT_NAMES, DeepSeekSizes, LatentAttention, number_of_layers, sparse_or_dense
+from models.deepseek import LATENT_NAMES, DeepSeekSizes, LatentAttention, read_leading_dense, sparse_or_dense
 from models.huggingface import HuggingFace
 from models.kda import KimiDeltaAttention, KimiDeltaKind
 from models.sizes import DEBUG, DEBUG_EXPERTS, TypedLayers, text_of
@@ -81,13 +81,11 @@ def _read(config: Config) -> Config:
 
 
 def _sparse_layers(config: Config) -> list[bool]:
-    layers, dense = config["num_hidden_layers"], number_of_layers(config, "first_k_dense_replace", 1)
-    if dense >= layers:
-        message = f"first_k_dense_replace {dense} must be below num_hidden_layers {layers}"
-        raise ValueError(f"{message}: without experts it is a dense model")
-    kinds = ("dense", "sparse")
-    types = first(config.get("mlp_layer_types"), [kinds[i >= dense] for i in range(layers)])
-    if not isinstance(types, list) or len(types) != layers or any(name not in kinds for name in types):
+    """Return whether each layer is a mixture of experts. Raises ValueError."""
+    layers, types = config["num_hidden_layers"], config.get("mlp_layer_types")
+    if types is None:
+        return read_leading_dense(config, 1)
+    if not isinstance(types, list) or len(types) != layers or any(name not in ("dense", "sparse") for name in types):
         raise ValueError(f"mlp_layer_types {text_of(types)}: must have dense or sparse for each of the {layers} layers")
     if types != sorted(types):
         raise ValueError(f"mlp_layer_types {text_of(types)}: dense layers must precede all layers with experts")

@@ -165,6 +165,13 @@ CONFIGS: dict[str, list[dict]] = {
         | {"shared_expert_intermediate_size": 56, "norm_topk_prob": False, "mlp_only_layers": [1], "attention_bias": True}
         | {"linear_num_key_heads": 4, "linear_conv_kernel_dim": 3, "full_attention_interval": 2} | _TIED,
     ],
+    "glm-4.5": [
+        {"head_dim": 16, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "use_qk_norm": True}
+        | {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5, "num_nextn_predict_layers": 0},
+        {"head_dim": 12, "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "attention_bias": True}
+        | {"first_k_dense_replace": 0, "norm_topk_prob": False, "n_shared_experts": 2, "partial_rotary_factor": 1.0}
+        | {"num_nextn_predict_layers": 0} | _TIED,
+    ],
     "olmo-hybrid": [
         {},
         _DELTA | {"linear_allow_neg_eigval": False, "attention_bias": True, "rope_parameters": _ROPE | {"rope_theta": None}}

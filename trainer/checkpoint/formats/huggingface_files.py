@@ -92,7 +92,7 @@ def read_config(file: Path, expected: ModelSpec | None = None) -> DescribedModel
     """Read a config.json. expected: the only accepted family. Raises ConfigError."""
     config = text_config(read_object(file))
     families = reversed(MODELS.values()) if expected is None else (expected,)
-    types = {spec.huggingface.model_type: spec for spec in families}
+    types = {name: s for s in families for name in (s.huggingface.model_type, *s.huggingface.other_model_types)}
     model_type = config.get("model_type", None if expected is None else expected.huggingface.model_type)
     try:
         if not isinstance(model_type, str) or model_type not in types:

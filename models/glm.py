@@ -1,0 +1,120 @@
+"""GLM-4.5 (GLM-4.5 Team 2025, arXiv:2508.06471): mixtures of experts as in DeepSeek-V3, and grouped-query attention that rotates
+half of each head. Dimensions: config.json of the published models."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
+
+from torch import nn
+
+from models.attention import Attention, AttentionKind
+from models.config_json import Config, first, rope_object
+from models.decoder import Decoder, pre_norm_decoder
+from models.deepseek import (
+    prediction_layers,
+    read_leading_dense,
+    require_leading_dense,
+    sparse_or_dense,
+    write_leading_dense,
+)
+from models.huggingface import MIXTURE_NAMES, HuggingFace
+from models.sizes import DEBUG, DEBUG_EXPERTS, GroupedMixtureSizes
+from models.spec import ModelSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class GlmSizes(GroupedMixtureSizes):
+    ROPE_TYPES: ClassVar = ("default", "linear", "yarn")
+    norm_eps: float = 1e-5
+    attention_bias: bool = False
+    """Whether the projections of queries, keys and values have biases."""
+    use_qk_norm: bool = False
+    """Whether queries and keys of each head have norms."""
+    partial_rotary_factor: float = 0.5
+    """Fraction of each head's dims that is rotated."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_leading_dense(self)
+
+    @property
+    def rotary_dim(self) -> int:
+        return int(self.head_dim * self.partial_rotary_factor)
+
+
+def glm(sizes: GlmSizes) -> Decoder:
+    def attention(kind: AttentionKind) -> Attention:
+        norm = partial(nn.RMSNorm, sizes.head_dim, sizes.norm_eps) if sizes.use_qk_norm else nn.Identity
+        return Attention(sizes.dim, kind, qkv_bias=sizes.attention_bias, q_norm=norm(), k_norm=norm())
+
+    return pre_norm_decoder(sizes, attention, partial(sparse_or_dense, sizes))
+
+
+def _read(config: Config) -> Config:
+    rotated = first(rope_object(config).get("partial_rotary_factor"), config.get("partial_rotary_factor"), 0.5)
+    return {**config, "sparse_layers": read_leading_dense(config, 1), "partial_rotary_factor": rotated}
+
+
+_glm = partial(
+    GlmSizes, n_heads=96, n_kv_heads=8, head_dim=128, vocab_size=151552, rope_theta=1e6, attention_bias=True,
+    experts_per_token=8, n_shared_experts=1,
+)  # fmt: skip
+_SIZES = {
+    "debug": GlmSizes(
+        **DEBUG | DEBUG_EXPERTS | {"hidden_dim": 352, "expert_hidden_dim": 96}, n_shared_experts=1,
+        use_qk_norm=True, attention_bias=True, sparse_layers=(False, True, True, True),
+    ),
+    "106b-a12b": _glm(
+        dim=4096, n_layers=46, hidden_dim=10944, n_experts=128, expert_hidden_dim=1408,
+        sparse_layers=(False,) + (True,) * 45,
+    ),
+    "355b-a32b": _glm(
+        dim=5120, n_layers=92, hidden_dim=12288, n_experts=160, expert_hidden_dim=1536, weight_scale=2.5,
+        use_qk_norm=True, sparse_layers=(False,) * 3 + (True,) * 89,
+    ),
+}  # fmt: skip
+GLM_4_5 = ModelSpec(
+    model=glm,
+    by_size=_SIZES,
+    huggingface=HuggingFace(
+        model_type="glm4_moe",
+        architecture="Glm4MoeForCausalLM",
+        sizes_type=GlmSizes,
+        defaults={
+            "hidden_size": 4096,
+            "intermediate_size": 10944,
+            "num_hidden_layers": 46,
+            "num_attention_heads": 96,
+            "num_key_value_heads": 8,
+            "vocab_size": 151552,
+            "n_routed_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 1408,
+            "n_shared_experts": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "routed_scaling_factor": 1.0,
+            "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 131072,
+        },
+        read=_read,
+        write=write_leading_dense,
+        size_keys={
+            "n_experts": "n_routed_experts",
+            "n_groups": "n_group",
+            "groups_per_token": "topk_group",
+            "weight_scale": "routed_scaling_factor",
+        },
+        aliases={"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"},
+        omitted=("sparse_layers",),
+        names=MIXTURE_NAMES
+        | {
+            "feed_forward.router.correction": "mlp.gate.e_score_correction_bias",
+            "feed_forward.shared.w1": "mlp.shared_experts.gate_proj",
+            "feed_forward.shared.w2": "mlp.shared_experts.down_proj",
+            "feed_forward.shared.w3": "mlp.shared_experts.up_proj",
+        },
+        ignored=prediction_layers,
+    ),
+    gguf=None,
+)
