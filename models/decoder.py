@@ -121,7 +121,7 @@ class Decoder(nn.Module):
             post_blocks=("norm", "output"),
             # With tied embeddings, the embedding and the output share a parameter, so both must be in one unit.
             fsdp_units=(("tok_embeddings", "norm", "output"),) if tied else (("tok_embeddings",), ("norm", "output")),
-            tied=tied,
+            tied=("tok_embeddings", "output") if tied else (),
             tensor=self.TENSOR,
             tp_divisible=tuple(dict.fromkeys(divisible)),
             has_experts=any(isinstance(m, MixtureOfExperts) for m in self.modules()),

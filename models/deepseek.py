@@ -1,7 +1,7 @@
 """DeepSeek-V3 (DeepSeek-AI 2024, arXiv:2412.19437), and models of the same architecture: Moonlight (Liu et al. 2025,
 arXiv:2502.16982) and Kimi K2 (Kimi Team 2025, arXiv:2507.20534). Attention with compressed queries, keys and values, and mixtures
-of experts whose load is balanced by a correction of the router's scores. Dimensions: config.json of the published models. The head
-for multi-token prediction is not part of the model."""
+of experts whose load is balanced by a correction of the router's scores. Dimensions: config.json of the published models. The
+head for multi-token prediction is not part of the model."""
 
 import math
 from dataclasses import dataclass, replace

@@ -158,8 +158,9 @@ class Structure:
     """Names of the modules after the blocks, in order. The head is an argument of the last module's forward."""
     fsdp_units: tuple[tuple[str, ...], ...]
     """Names of modules outside the blocks, in groups. Each group is sharded and gathered as one unit."""
-    tied: bool
-    """Whether a parameter is used both before and after the blocks."""
+    tied: tuple[str, ...]
+    """Names of a module before and of one after the blocks that share their weight, which is named after the first. Empty: none
+    do."""
     tensor: Mapping[str, str]
     """Name of a module outside the blocks -> its tensor-parallel style, a key of styles() in trainer/parallel/tensor.py."""
     tp_divisible: tuple[str, ...]

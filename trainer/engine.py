@@ -28,7 +28,7 @@ from trainer.parallel.mesh import Meshes
 from trainer.parallel.parallelize import parallelize
 from trainer.parallel.pipeline import PipelineStep
 from trainer.parallel.sample_layout import SampleLayout
-from trainer.parallel.stages import Stage, stages_of_rank
+from trainer.parallel.stages import Stage, share_tied_table, stages_of_rank, tied_peer
 from trainer.parallel.step import SpmdStep, Step, count_terms
 from trainer.parallel.unsharded import GradientAccumulator
 from trainer.resilience.guard import StabilityGuard
@@ -70,6 +70,11 @@ def build_model_parts(
             seed=config.run.seed,
         ),
     )
+
+
+def _table_of(resolved: ResolvedRun) -> str:
+    """Return the name of the embedding table, which is also the output weight."""
+    return f"{resolved.structure.tied[0]}.weight"
 
 
 def build_objective(config: Config, resolved: ResolvedRun, meshes: Meshes, evaluates: bool = False) -> Objective:
@@ -123,6 +128,9 @@ class Engine:
         self.width_ratio, self.saved_names = resolved.optimizer.width_ratio, resolved.saved_names
         self.model_parts = model_parts
         self._allocate()
+        share_tied_table(model_parts, resolved.structure)
+        self.tied_peer = tied_peer(model_parts, config.parallel) if resolved.structure.tied else None
+        """The rank of the pipeline that has the same embedding table, as the output weight or as the embedding, or None."""
         self.parameters = {name: p for part in model_parts.values() for name, p in part.named_parameters()}
         self.weights = {name: w for part in model_parts.values() for name, w in saved_weights(part).items()}
         """The parameters and buffers of this rank by name."""
@@ -180,6 +188,8 @@ class Engine:
             num_microbatches=resolved.grad_accum,
             hidden=torch.empty(resolved.hidden_shape, dtype=dtype, device=self.device, requires_grad=True),
             pipeline_group=meshes.model["pp"].get_group(),
+            tied_table=None if self.tied_peer is None else self.parameters[_table_of(resolved)],
+            tied_peer=self.tied_peer,
             **common,
         )
 
@@ -190,7 +200,8 @@ class Engine:
         if config.muon_dtype == "auto":
             config = replace(config, muon_dtype=self.config.training.compute_dtype)
         groups, ranks = resolved.optimizer.groups, resolved.dims.ranks_per_stage
-        return optimizer_class(config)(self.parameters, config, groups, ranks, biases, meshes.stage)
+        copies = {} if self.tied_peer is None else {_table_of(resolved): 2}
+        return optimizer_class(config)(self.parameters, config, groups, ranks, biases, meshes.stage, copies)
 
     def initialize(self, loaded: Collection[str]) -> None:
         """Set the initial values of all weights except those in `loaded`, whose values are loaded afterwards."""

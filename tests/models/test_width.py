@@ -22,7 +22,8 @@ def test_all_matrices_are_hidden_but_embedding_output_and_routers(family):
         if name.endswith("router.weight"):
             assert roles.pop(name) == "output"
         elif name in roles:
-            assert roles.pop(name) == ("vector" if parameter.dim() == 1 or is_stacked_bias else "hidden"), name
+            is_vector = parameter.dim() == 1 or is_stacked_bias or name.endswith("_filter")
+            assert roles.pop(name) == ("vector" if is_vector else "hidden"), name
     assert not roles
 
 

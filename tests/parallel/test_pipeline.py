@@ -1,6 +1,8 @@
 """Pipeline parallelism: the partition into stages, and the schedules."""
 
+import math
 import typing
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +15,15 @@ from trainer.base.config.fields import settings
 from trainer.batch import Batch
 from trainer.objective.cross_entropy import CrossEntropy, CrossEntropyHead
 from trainer.parallel.pipeline import PipelineStep
-from trainer.parallel.stages import SCHEDULES, _balance_stages, check_microbatches, partition_blocks, stages_of_rank
+from trainer.parallel.stages import (
+    SCHEDULES,
+    _balance_stages,
+    check_microbatches,
+    partition_blocks,
+    share_tied_table,
+    stages_of_rank,
+    tied_peer,
+)
 from trainer.runtime.step_timer import StepTimer
 
 SIZES = LlamaSizes(dim=16, n_layers=8, n_heads=4, n_kv_heads=2, hidden_dim=32, vocab_size=64)
@@ -183,3 +193,55 @@ def test_accepted_microbatches_run_and_evaluate_between_steps(ranks, name):
 )
 def test_torch_also_rejects_the_rejected_microbatches(ranks, name, microbatches):
     assert ranks(2).run(rejected_by_torch, name, 2, microbatches) == [True, True]
+
+
+TIED = replace(SIZES, tied_embeddings=True)
+
+
+def tied_tables(schedule, degrees):
+    """Run a step. Return this rank's tables, their gradients, and the deviation of the gradient from that of the full model."""
+    config = ParallelConfig(**{"dp_shard": 1, "pipeline_schedule": schedule} | degrees)
+    model_parts, meshes = build_model_parts(TIED, config)
+    structure = reference(TIED).structure()
+    share_tied_table(model_parts, structure)
+    parameters = {name: p for part in model_parts.values() for name, p in part.named_parameters()}
+    peer = tied_peer(model_parts, config)
+    tokens, context = inputs(TIED, batch=1)
+    batch = Batch(tokens, tokens.roll(-1, 1), context.positions, context.documents, context.samples)
+    step = PipelineStep(
+        model_parts=model_parts,
+        schedule_name=schedule,
+        num_microbatches=4 * config.pp,
+        hidden=torch.empty(1, 16 // config.tp, TIED.dim, requires_grad=True),
+        objective=CrossEntropy(64, compiled=False),
+        shard_sequence=lambda batch: batch,
+        pipeline_group=meshes.model["pp"].get_group(),
+        tied_table=None if peer is None else parameters["tok_embeddings.weight"],
+        tied_peer=peer,
+        timer=StepTimer(torch.device("cpu")),
+        batch_group=meshes.data["batch"].get_group(),
+        loss_group=meshes.loss["loss"].get_group(),
+    )
+    step([batch] * 4 * config.pp, torch.tensor(16 * 4 * config.pp * config.dp_shard))
+    if (table := parameters.get("tok_embeddings.weight")) is None:
+        return None
+    full = reference(TIED)
+    full(tokens, context, head=CrossEntropyHead(batch.labels, 64)).backward()
+    expected = full.tok_embeddings.weight.grad / 16
+    gradient = table.grad.full_tensor()
+    return table.full_tensor().tolist(), gradient.tolist(), ((gradient - expected).norm() / expected.norm()).item()
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    ("size", "degrees"), [(2, {"pp": 2}), (4, {"pp": 4}), (4, {"pp": 2, "dp_shard": 2}), (4, {"pp": 2, "tp": 2})]
+)
+@pytest.mark.skipif(torch.__version__ < (2, 13), reason="torch 2.11 cannot run some")
+def test_both_stages_of_a_tied_table_get_the_gradient_of_the_full_model(ranks, schedule, degrees):
+    size = math.prod(degrees.values())
+    tables = [found for found in ranks(size).run(tied_tables, schedule, degrees) if found is not None]
+    holders = 1 if SCHEDULES[schedule].v_shape else 2
+    assert len(tables) == holders * size // degrees["pp"]
+    for table, gradient, deviation in tables:
+        assert deviation < 1e-5
+        assert (table, gradient) == tables[0][:2]  # equal bits

@@ -32,6 +32,7 @@ class Optimizer:
         ranks_per_stage: int,
         biases: Collection[str] = (),
         stage: ProcessGroup | None = None,
+        copies: Mapping[str, int] = {},
     ):
         """Allocate the state.
 
@@ -42,10 +43,12 @@ class Optimizer:
             ranks_per_stage: Number of ranks in this rank's pipeline stage, or the world size without a pipeline.
             biases: Names of biases, which may be stacked.
             stage: The ranks of this rank's pipeline stage, if there are several and a rule exchanges matrices.
+            copies: Name of a parameter that several stages have -> their number. Their gradients are equal.
         """
         self.names = {p: name for name, p in parameters.items() if p.requires_grad}
         self.device = next(iter(self.names)).device
-        shares = [1 / _replication_factor(p, ranks_per_stage) for p in self.names]
+        copies_of = [copies.get(name, 1) for name in self.names.values()]
+        shares = [1 / (n * _replication_factor(p, ranks_per_stage)) for p, n in zip(self.names, copies_of, strict=True)]
         self.shares = torch.tensor(shares, dtype=torch.float32, device=self.device)
         self.targets: dict[Tensor, Tensor] = {}
         """Parameter -> tensor that torch's optimizer updates instead: the parameter's local shard."""

@@ -3,7 +3,7 @@
 The step is in pipeline.py, because torch's schedules load the compiler, which takes a second that commands without a step save.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -158,11 +158,21 @@ def stages_of_rank(all_stages: list[Stage], rank: int, config: ParallelConfig) -
     return [stage for stage in all_stages if ranks[stage.index % len(ranks)] == rank]
 
 
-class _PassThrough(nn.Module):
+class PassThrough(nn.Module):
     """A placeholder for a module of another stage. It returns the hidden state unchanged."""
 
     def forward(self, hidden: Tensor, *args) -> Tensor:
         return hidden
+
+
+class TiedTable(PassThrough):
+    """A placeholder for an embedding whose table is also the output weight, in the last stage. So the table has the same name in
+    both stages: it gets the same initial values, options and updates, and a checkpoint contains it once."""
+
+    def __init__(self, embedding: nn.Module):
+        super().__init__()
+        self.weight = embedding.weight
+        self.WIDTH = getattr(embedding, "WIDTH", "input")
 
 
 def prune_to_stage(model: nn.Module, structure: Structure, stage: Stage) -> None:
@@ -170,11 +180,32 @@ def prune_to_stage(model: nn.Module, structure: Structure, stage: Stage) -> None
     before = () if stage.is_first else structure.pre_blocks
     after = () if stage.is_last else structure.post_blocks
     for name in before + after:
-        model.set_submodule(name, _PassThrough())
+        is_tied = stage.is_last and structure.tied[:1] == (name,)
+        model.set_submodule(name, TiedTable(model.get_submodule(name)) if is_tied else PassThrough())
     blocks = model.get_submodule(structure.blocks_path)
     for name, _ in list(blocks.named_children()):
         if int(name) not in stage.blocks:
             delattr(blocks, name)
+
+
+def share_tied_table(model_parts: Mapping[Stage, nn.Module], structure: Structure) -> None:
+    """Make the first and the last stage use one parameter, in place, if this rank has both and they tie it. Each stage may be
+    sharded: both shards are the same. model_parts: this rank's stages, allocated."""
+    ends = [part for stage, part in model_parts.items() if stage.is_first or stage.is_last]
+    if structure.tied and len(ends) == 2:
+        first, last = ends
+        table, output = structure.tied
+        for name in (table, output):  # FSDP notices that its parameter was replaced
+            last.get_submodule(name).register_parameter("weight", first.get_submodule(table).weight)
+
+
+def tied_peer(model_parts: Iterable[Stage], config: ParallelConfig) -> int | None:
+    """Return the rank on the pp axis whose stage shares a table with one of this rank's, or None if this rank has neither the
+    first nor the last stage, or both. model_parts: this rank's stages."""
+    has_first, has_last = (any(ends) for ends in zip(*((s.is_first, s.is_last) for s in model_parts), strict=True))
+    if has_first == has_last:
+        return None
+    return config.pp - 1 if has_first else 0
 
 
 def min_microbatches(config: ParallelConfig) -> int:

@@ -23,6 +23,7 @@ from torch.distributed.tensor.parallel import (
 
 from models.spec import Head, Structure, tensor_styles
 from trainer.parallel.saved_tensors import call_with_gathered
+from trainer.parallel.stages import TiedTable
 
 
 class _Embedding(RowwiseParallel):
@@ -197,6 +198,7 @@ def apply_tensor(
     with kept_ties(model):
         for name, style in structure.tensor.items():
             module = model.get_submodule(name)
+            style = "local_column" if isinstance(module, TiedTable) else style  # sharded like the embedding
             if list(module.parameters()):  # a pipeline stage does not have all modules of the structure
                 parallelize_module(module, mesh, keeping[style], src_data_rank=None)
     for block_name, block in model.get_submodule(structure.blocks_path).named_children():

@@ -523,11 +523,6 @@ CASES = {
         "--parallel.ep 3: needs a model with experts (llama3/debug has none): ep distributes experts",
         ranks=1,
     ),
-    "[parallel] pp > 1 is incompatible with a model with tied embeddings": Case(
-        "--parallel.pp 2 --model.overrides.tied_embeddings true",
-        "--parallel.pp 2: is incompatible with a model with tied embeddings: two stages would share them",
-        ranks=2,
-    ),
     "[parallel] pp > 1 is incompatible with [training] reduce_every_microbatch": Case(
         "--parallel.pp 2 --training.reduce_every_microbatch true",
         "--parallel.pp 2: is incompatible with [training] reduce_every_microbatch: a pipeline reduces gradients once per step",

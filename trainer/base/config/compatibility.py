@@ -184,7 +184,6 @@ ROWS: tuple[Row, ...] = (
     ),
     # ---------------------------------------------------------------- layout
     needs(When("parallel.ep", above=1), HAS_EXPERTS, "ep distributes experts"),
-    Row(_PIPELINE, TIED, "two stages would share them"),
     Row(_PIPELINE, _BATCHWISE, "a pipeline reduces gradients once per step"),
     needs(SPLITS_BACKWARD, TORCH_2_13, "older versions cannot split a backward with functions written in Python"),
     Row(SPLITS_BACKWARD, COMPILED, "torch.compile does not support it"),

@@ -32,6 +32,7 @@ from trainer.parallel.activation_checkpoint import Forward
 from trainer.parallel.attention import Mask
 from trainer.parallel.balance import Balance, ExpertLoad
 from trainer.parallel.experts import AllToAllExchange
+from trainer.parallel.pipeline import PipelineStep
 from trainer.parallel.step import SpmdStep
 from trainer.run.resolve import ResolvedRun
 from trainer.runtime.dtensor import to_local
@@ -183,6 +184,16 @@ def _adapts_experts(config: Config, resolved: ResolvedRun) -> bool:
     return any(".experts." in name for name in resolved.trained.shapes)
 
 
+def _tied_gradients_summed_twice() -> AbstractContextManager:
+    original = PipelineStep._sum_tied_gradients
+
+    def twice(step: PipelineStep) -> None:
+        original(step)
+        original(step)
+
+    return patch.object(PipelineStep, "_sum_tied_gradients", twice)
+
+
 def _is_recurrent(config: Config, resolved: ResolvedRun) -> bool:
     return resolved.structure.is_recurrent
 
@@ -295,6 +306,14 @@ BUGS = {
             for kind in resolved.structure.kinds.values()
         ),
         leaks=True,
+    ),
+    "gradients of a tied table summed twice": Bug(
+        ("pp=2",),
+        _tied_gradients_summed_twice,
+        applies=lambda config, resolved: (
+            bool(resolved.structure.tied) and "tok_embeddings.weight" in resolved.trained.fully
+        ),
+        parameters="tok_embeddings",
     ),
     "state of a recurrence passes documents": Bug(
         ("dp_shard=1 data.document_mask=true",),
