@@ -2,6 +2,7 @@
 
 from models.deepseek import DEEPSEEK_V3
 from models.gemma import GEMMA2, GEMMA3
+from models.gemma4 import GEMMA4
 from models.glm import GLM_4_5
 from models.gpt_oss import GPT_OSS
 from models.granite import GRANITE3
@@ -37,6 +38,7 @@ MODELS: dict[str, ModelSpec] = {
     "qwen3-moe": QWEN3_MOE,
     "deepseek-v3": DEEPSEEK_V3,
     "gpt-oss": GPT_OSS,
+    "gemma4": GEMMA4,
     "glm-4.5": GLM_4_5,
     "qwen3-next": QWEN3_NEXT,
     "qwen3.5": QWEN3_5,

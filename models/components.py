@@ -6,7 +6,7 @@ name of a parameter -> function (rows, generator) that draws its initial values.
 """
 
 from collections.abc import Callable
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +23,19 @@ Activation = Callable[[Tensor], Tensor]
 def at_least_fp32(x: Tensor) -> Tensor:
     """Return a tensor in fp32, or in its own dtype if that is more exact."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+class ExactBuffers(nn.Module):
+    """A module whose buffers keep their dtype when the model is converted to another."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Apply a function such as a conversion to the parameters and buffers."""
+        exact = dict(self._buffers)
+        super()._apply(fn, recurse)
+        for name, buffer in exact.items():
+            if self._buffers[name].dtype != buffer.dtype:
+                self._buffers[name] = buffer.to(self._buffers[name].device)
+        return self
 
 
 # ---------------------------------------------------------------- norms

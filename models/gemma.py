@@ -129,12 +129,12 @@ def _fixed(sizes: GemmaSizes, layer_types: tuple[str, ...], wide: int) -> Keys:
     return {"layer_types": types, "query_pre_attn_scalar": scalar}
 
 
-_NAMES = NAMES | {
+SANDWICH_MODULES = NAMES | {
     "attention_post_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
     "ffn_post_norm": "post_feedforward_layernorm",
 }
-_huggingface = partial(HuggingFace, names=_NAMES)
+_huggingface = partial(HuggingFace, names=SANDWICH_MODULES)
 _gguf = partial(Gguf, names=SANDWICH_NAMES, norm_offset=1.0, has_windows=True)
 _FIXED = {"hidden_activation": "gelu_pytorch_tanh", "attention_bias": False}
 # Published files of Gemma 3 rely on these defaults of transformers.

@@ -112,6 +112,10 @@ class HuggingFace:
     """Name of a size -> its key in this family's config.json, if it differs from FIELDS."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Another name of a key of config.json, which transformers' class of this family reads too -> the key."""
+    writes_rope: bool = True
+    """Whether config.json describes the positional encoding as write_rope does. Otherwise only `write` does."""
+    has_layer_config: bool = False
+    """Whether `read` reads per_layer_config, sizes of single layers. Otherwise it must be empty."""
     is_paired: bool = False
     """Whether the model rotates neighbouring values, so the rows of each head's queries and keys have another order."""
     byte_level_class: str = ""

@@ -24,7 +24,7 @@ def read_sizes(hf: HuggingFace, config: Config) -> Any:
     for key, value in hf.fixed.items():
         if config.get(key, value) != value:
             raise ValueError(f"{key} {text_of(config[key])}: this model supports only {text_of(value)}")
-    if per_layer := config.get("per_layer_config"):
+    if (per_layer := config.get("per_layer_config")) and not hf.has_layer_config:
         raise ValueError(f"per_layer_config {text_of(per_layer)}: this model supports no sizes of single layers")
     with _own_keys(hf, config) as own_config:
         return _read_sizes(hf, own_config)
@@ -91,7 +91,7 @@ def write_config(hf: HuggingFace, sizes: Any, context_window: int) -> dict[str, 
         **{_key(hf, name): getattr(sizes, name) for name in own},
         "head_dim": sizes.head_dim,
         "max_position_embeddings": max(context_window, sizes.context_window),
-        **write_rope(sizes),
+        **(write_rope(sizes) if hf.writes_rope else {}),
         **hf.write(sizes),
     }
 

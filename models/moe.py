@@ -3,14 +3,13 @@
 No token is dropped, so a token's result does not depend on the other tokens of its batch.
 """
 
-from collections.abc import Callable
-from typing import ClassVar, NamedTuple, Self
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.components import FeedForward, at_least_fp32
+from models.components import ExactBuffers, FeedForward, at_least_fp32
 from models.context import Context
 from models.row_groups import grouped_product, permute
 from models.sizes import GroupedMixtureSizes, MixtureSizes
@@ -67,11 +66,12 @@ class Router(nn.Module):
         return scores.argsort(dim=-1, descending=True, stable=True)[..., : self.experts_per_token]
 
 
-class CorrectedRouter(Router):
+class CorrectedRouter(ExactBuffers, Router):
     """Chooses the experts of each token by sigmoid scores plus a correction of each expert, which balances the load without a
     loss (DeepSeek-AI 2024, "DeepSeek-V3", arXiv:2412.19437). The weights do not depend on the correction.
 
-    Experts are chosen from the best groups. The two best experts of a group score it.
+    Experts are chosen from the best groups. The two best experts of a group score it. The correction stays fp32: in bf16, its
+    steps would vanish.
     """
 
     BUFFERS: ClassVar = {"correction": 0.0}
@@ -81,15 +81,6 @@ class CorrectedRouter(Router):
         self.n_groups, self.groups_per_token = sizes.n_groups, sizes.groups_per_token
         self.scale = sizes.weight_scale
         self.register_buffer("correction", torch.zeros(sizes.n_experts, dtype=torch.float32))
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Apply a function such as a conversion to the parameters and buffers. The correction stays fp32: in bf16 its steps
-        would vanish."""
-        exact = self.correction
-        super()._apply(fn, recurse)
-        if self.correction.dtype != exact.dtype:
-            self.correction = exact.to(self.correction.device)
-        return self
 
     def forward(self, x: Tensor) -> Routing:
         """See Router. x: (batch, seq, dim)."""

@@ -44,6 +44,19 @@ class LinearRope(Rope):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ProportionalRope(Rope):
+    """Rotates only the fastest pairs, with the frequencies that they have if all are rotated. The others do not turn."""
+
+    fraction: float
+    """Part of the pairs that is rotated."""
+
+    def frequencies(self, device: torch.device) -> Tensor:
+        frequencies = super().frequencies(device)
+        rotated = int(self.fraction * self.dim // 2)
+        return torch.cat((frequencies[:rotated], torch.zeros_like(frequencies[rotated:])))
+
+
+@dataclass(frozen=True, kw_only=True)
 class Llama3Rope(Rope):
     """Llama 3.1's scaling. It depends on how many turns a pair makes within original_seq_len. Below low_freq_factor turns, the
     frequency is divided by `factor`. Above high_freq_factor turns, the frequency is unchanged. Between these two limits, the

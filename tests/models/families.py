@@ -48,6 +48,8 @@ _KIMI = {
     **{"num_key_value_heads": 4, "kv_lora_rank": 20, "qk_nope_head_dim": 6, "qk_rope_head_dim": 8, "v_head_dim": 10},
     **{"moe_intermediate_size": 24, "linear_num_heads": 3, "linear_head_dim": 12},
 }
+_PROPORTIONAL = _ROPE | {"rope_type": "proportional", "partial_rotary_factor": 0.5}
+_GEMMA4 = {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0}
 _TIED, _MHA = {"tie_word_embeddings": True}, {"num_key_value_heads": 4}
 _TYPES = ["full_attention", "sliding_attention"]
 
@@ -164,6 +166,14 @@ CONFIGS: dict[str, list[dict]] = {
         _DELTA | {"head_dim": 24, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
         | {"shared_expert_intermediate_size": 56, "norm_topk_prob": False, "mlp_only_layers": [1], "attention_bias": True}
         | {"linear_num_key_heads": 4, "linear_conv_kernel_dim": 3, "full_attention_interval": 2} | _TIED,
+    ],
+    "gemma4": [
+        _GEMMA4 | {"head_dim": 12, "global_head_dim": 20, "sliding_window": 6, "final_logit_softcapping": 3.0}
+        | {"attention_k_eq_v": True, "num_global_key_value_heads": 1},
+        _GEMMA4 | {"head_dim": 16, "global_head_dim": 16, "sliding_window": 5, "attention_bias": True}
+        | {"tie_word_embeddings": False}
+        | {"layer_types": [_TYPES[1], _TYPES[0], _TYPES[1], _TYPES[0]]}
+        | {"rope_parameters": {"full_attention": _PROPORTIONAL, "sliding_attention": _ROPE | {"rope_theta": 5000.0}}},
     ],
     "glm-4.5": [
         {"head_dim": 16, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "use_qk_norm": True}

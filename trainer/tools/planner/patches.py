@@ -198,7 +198,8 @@ class _FusedNorm(torch.autograd.Function):
         return torch.empty_like(x), torch.empty_like(weight)
 
 
-def _fused_norm(x: Tensor, shape: Sequence[int], weight: Tensor, eps: float) -> Tensor:
+def _fused_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None, eps: float) -> Tensor:
+    weight = x.new_empty(shape) if weight is None else weight
     if not isinstance(x, DTensor):
         return _FusedNorm.apply(x, weight)
     partial = [Replicate() if placement.is_replicate() else Partial() for placement in x.placements]
