@@ -56,7 +56,10 @@ def _read_sizes(hf: HuggingFace, config: Config) -> Any:
     try:
         sizes = hf.sizes_type(**{name: value for name, value in values.items() if name in names})
     except SizeError as error:
-        raise ValueError(_renamed(str(error), FIELDS | ROPE_FIELDS | hf.size_keys)) from None
+        message = _renamed(str(error), FIELDS | ROPE_FIELDS | hf.size_keys)
+        if "head_dim" in given:
+            raise ValueError(message) from None
+        raise ValueError(message.replace(" head_dim ", " head_dim (hidden_size / num_attention_heads) ")) from None
     # None: a family with another key of this size, of which `read` compares head_dim.
     if config.get("head_dim") not in (None, sizes.head_dim):
         message = f"must be hidden_size / num_attention_heads = {sizes.head_dim}"

@@ -15,7 +15,7 @@ from models.deepseek import LATENT_NAMES, DeepSeekSizes, LatentAttention, read_l
 from models.huggingface import HuggingFace
 from models.kda import KimiDeltaAttention, KimiDeltaKind
 from models.sizes import DEBUG, DEBUG_EXPERTS, TypedLayers, text_of
-from models.spec import LayerKind, ModelSpec
+from models.spec import LayerKind, ModelSpec, SizeError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +32,14 @@ class KimiLinearSizes(TypedLayers, DeepSeekSizes):
     linear_head_dim: int
     linear_conv_kernel_dim: int = 4
     """Number of tokens that a short convolution reads."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.tied_embeddings:
+            message = (
+                "tied_embeddings true: transformers has an output projection of its own for all models of this family"
+            )
+            raise SizeError(message, "tied_embeddings")
 
     def kinds(self) -> dict[str, LayerKind]:
         recurrent = KimiDeltaKind(

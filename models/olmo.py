@@ -238,7 +238,8 @@ def _read_hybrid(config: Config) -> Config:
         "linear_key_head_dim": key_dim,
         "linear_value_head_dim": first(config.get("linear_value_head_dim"), 2 * key_dim),
     }
-    config = with_layer_types({**config, **derived}, lambda i: i % 4 != 3 and layers > 3, "linear")
+    last = 3 if layers > 3 else layers - 1
+    config = with_layer_types({**config, **derived}, lambda i: i % 4 != last, "linear")
     types: Any = config["layer_types"]
     if isinstance(types, list) and len({*types}) == 1:
         raise ValueError(f"layer_types {text_of(types)}: this model has layers of both types")

@@ -132,6 +132,14 @@ def _read(config: Config) -> Config:
     return with_layer_types(config, lambda i: (i + 1) % interval != 0, "linear")
 
 
+def _write(sizes: Qwen35Sizes) -> Config:
+    """Return the types of the layers, and the distance between those with attention, which other readers read instead."""
+    types = sizes.all_layer_types
+    interval = types.index("full") + 1 if "full" in types else len(types) + 1
+    is_regular = all((name == "full") == ((i + 1) % interval == 0) for i, name in enumerate(types))
+    return write_layer_types(sizes) | ({"full_attention_interval": interval} if is_regular else {})
+
+
 _FILTERS = dict.fromkeys((f"delta_net.{name}" for name in RecurrentMixer.FILTERS), "linear_attn.conv1d.weight")
 _DELTA_NAMES = _FILTERS | {
     "delta_net": "linear_attn",
@@ -187,7 +195,7 @@ QWEN3_NEXT = ModelSpec(
         | {"num_experts": 512, "num_experts_per_tok": 10, "moe_intermediate_size": 512}
         | {"shared_expert_intermediate_size": 512},
         read=lambda config: read_sparse_layers(_read(config)),
-        write=lambda sizes: write_layer_types(sizes) | write_sparse_layers(sizes),
+        write=lambda sizes: _write(sizes) | write_sparse_layers(sizes),
         aliases={"num_local_experts": "num_experts"},
         omitted=("sparse_layers",),
         names=_MIXTURE | _GROUPED_NAMES,
@@ -214,7 +222,7 @@ QWEN3_5 = ModelSpec(
         sizes_type=Qwen35Sizes,
         defaults=_DEFAULTS | {"hidden_size": 4096, "intermediate_size": 12288, "num_key_value_heads": 4},
         read=_read,
-        write=write_layer_types,
+        write=_write,
         names=NAMES | _SPLIT_NAMES,
     ),
     gguf=None,

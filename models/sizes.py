@@ -191,7 +191,8 @@ class DecoderSizes(Sizes):
         rotated, theta, original = self.rotary_dim, self.rope_theta, self.rope_original_seq_len
         if rotated % 2 or not 2 <= rotated <= self.head_dim:
             message = (
-                f"the number of rotated dims of a head, {rotated}, must be even, and from 2 to head_dim {self.head_dim}"
+                f"the number of rotated dims of a head, {rotated}{self._rotated_part()}, must be even, and from 2 to head_dim "
+                f"{self.head_dim}"
             )
             raise SizeError(message, "head_dim", "partial_rotary_factor")
         for name in ("rope_short_factors", "rope_long_factors") if self.rope_type == "longrope" else ():
@@ -201,6 +202,11 @@ class DecoderSizes(Sizes):
         if self.rope_type in ("yarn", "longrope") and not (theta > 1 and original > 1):
             message = f"rope_theta {theta} and rope_original_seq_len {original} must be above 1"
             raise SizeError(message, "rope_theta", "rope_original_seq_len", "rope_type")
+
+    def _rotated_part(self) -> str:
+        """Return where the number of rotated dims comes from, for messages."""
+        fraction = getattr(self, "partial_rotary_factor", None)
+        return "" if fraction is None else f" = partial_rotary_factor {fraction} x head_dim {self.head_dim}"
 
     def for_seq_len(self, seq_len: int) -> Self:
         is_long = self.rope_type == "longrope" and seq_len > self.rope_original_seq_len
