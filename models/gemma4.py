@@ -69,6 +69,8 @@ class Gemma4Sizes(MixedSizes):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.num_global_key_value_heads == self.n_kv_heads:
+            object.__setattr__(self, "num_global_key_value_heads", None)
         if self.num_global_key_value_heads is not None and not self.attention_k_eq_v:
             message = (
                 f"num_global_key_value_heads {self.num_global_key_value_heads} has no effect without attention_k_eq_v"
@@ -200,9 +202,12 @@ def _layer_config(config: Config) -> Config:
         return {}
     if given == {}:
         return {"global_head_dim": config["head_dim"], "num_global_key_value_heads": None}
-    full = [str(i) for i, name in enumerate(config["layer_types"]) if name == LAYER_TYPES["full"]]
-    objects = list(given.values()) if isinstance(given, Mapping) else [None]
-    if sorted(map(str, given)) != sorted(full) or any(value != objects[0] for value in objects):
+    full = [i for i, name in enumerate(config["layer_types"]) if name == LAYER_TYPES["full"]]
+    by_index = given.items() if isinstance(given, Mapping) else ()
+    # transformers pads the indices with zeros.
+    indices = sorted(int(key) if str(key).isdecimal() else -1 for key, _ in by_index)
+    objects = [sizes for _, sizes in by_index]
+    if indices != full or any(sizes != objects[0] for sizes in objects):
         message = f"this model supports only the same sizes of all {LAYER_TYPES['full']} layers"
         raise ValueError(f"per_layer_config {text_of(given)}: {message}")
     if not isinstance(objects[0], Mapping) or objects[0].keys() - {"head_dim", "num_key_value_heads"}:
@@ -252,7 +257,7 @@ def _write(sizes: Gemma4Sizes) -> Config:
     return write_layer_types(sizes) | _ABSENT | {"rope_parameters": rope, "sliding_window": first(sizes.window, 512)}
 
 
-_debug = DEBUG | {"n_layers": 6}
+_debug = DEBUG | {"n_layers": 6, "n_kv_heads": 8}
 _PERIOD = ("sliding",) * 5 + ("full",)
 GEMMA4 = ModelSpec(
     model=gemma4,

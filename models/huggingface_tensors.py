@@ -81,10 +81,11 @@ def _place(hf: HuggingFace, parameter: str) -> int:
 
 
 def stored_shape(hf: HuggingFace, parameter: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of the stored tensor of a parameter. shape: that of the rows together."""
+    """Return the shape of the stored tensor of a parameter, with -1 for its values if `shape` is empty. shape: that of the rows
+    together."""
     _, module, leaf = _split(parameter)
     dims = hf.stored_shapes.get(f"{module}.{leaf}")
-    return shape if dims is None else tuple(shape[0] if size == -1 else size for size in dims)
+    return shape if dims is None else tuple(shape[0] if shape and size == -1 else size for size in dims)
 
 
 def stacked_matrix(hf: HuggingFace, matrices: Mapping[str, Tensor]) -> Tensor:

@@ -199,6 +199,7 @@ QWEN3_NEXT = ModelSpec(
         aliases={"num_local_experts": "num_experts"},
         omitted=("sparse_layers",),
         names=_MIXTURE | _GROUPED_NAMES,
+        ignored=lambda config, sizes: ("mtp",),
     ),
     gguf=None,
 )
@@ -224,6 +225,7 @@ QWEN3_5 = ModelSpec(
         read=_read,
         write=_write,
         names=NAMES | _SPLIT_NAMES,
+        ignored=lambda config, sizes: ("mtp",),
     ),
     gguf=None,
 )

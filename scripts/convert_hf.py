@@ -129,6 +129,8 @@ def from_hf(source: Path, out: Path, family: str | None, shard_bytes: int) -> No
     weights = HuggingFaceWeights.open(source, None if family is None else MODELS[family], alone=True)
     if family is not None:
         weights = replace(weights, model=replace(weights.model, family=family))
+    if weights.ignored:
+        print(f"{source}: {', '.join(weights.ignored)}: not part of the text model, and not converted", flush=True)
     total = sum(tensor.num_bytes for tensor in weights.index.values())
     with console.progress(total, "B", "converted") as bar:
         write_checkpoint(weights, out, shard_bytes, bar.update)

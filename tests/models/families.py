@@ -183,8 +183,10 @@ CONFIGS: dict[str, list[dict]] = {
         | {"num_nextn_predict_layers": 0} | _TIED,
     ],
     "olmo-hybrid": [
-        {},
-        _DELTA | {"linear_allow_neg_eigval": False, "attention_bias": True, "rope_parameters": _ROPE | {"rope_theta": None}}
+        # transformers writes the convolutions of queries, keys and values in equal parts.
+        {"linear_key_head_dim": 6, "linear_value_head_dim": 6},
+        _DELTA | {"linear_key_head_dim": 20, "attention_bias": True, "rope_parameters": _ROPE | {"rope_theta": None}}
+        | {"linear_allow_neg_eigval": False}
         | {"layer_types": ["full_attention", "linear_attention"] * 2, "linear_conv_kernel_dim": 3} | _TIED,
     ],
     "kimi-linear": [

@@ -14,7 +14,7 @@ class _Fields:
         self.random = random
 
     def rarely(self, key: str, *values: Any) -> Draw:
-        return self._maybe(0.04, key, values)
+        return self._maybe(0.02, key, values)
 
     def sometimes(self, key: str, *values: Any) -> Draw:
         return self._maybe(0.6, key, values)
@@ -157,7 +157,7 @@ DRAWS: dict[str, Callable[[_Fields, int, int], Draw]] = {
 def draw(family: str, random: Random) -> Draw:
     """Return the content of a config.json of a family, without its type."""
     fields = _Fields(random)
-    heads, head_dim, layers = random.choice([1, 2, 3, 4]), random.choice([8, 12, 16]), random.randint(1, 5)
+    heads, head_dim, layers = random.choice([1, 2, 3, 4]), random.choice([8, 8, 16, 16, 12]), random.randint(1, 5)
     vocab_size = random.randint(72, 90)
     common = {
         **{"vocab_size": vocab_size, "num_hidden_layers": layers, "num_attention_heads": heads},
@@ -174,4 +174,5 @@ def draw(family: str, random: Random) -> Draw:
         common |= {"head_dim": head_dim, "hidden_size": random.randint(20, 60)}
     if family == "kimi-linear":
         common.pop("head_dim", None)
+        common |= {"tie_word_embeddings": random.random() < 0.05}
     return common | DRAWS[family](fields, layers, heads)

@@ -271,11 +271,11 @@ def test_greedy_tokens_equal_those_of_transformers(family, index):
 @pytest.mark.parametrize(("family", "index"), CASES)
 def test_a_kv_cache_changes_no_logits(family, index):
     """Prompts of one and of several tokens, with steps back: a chat continues from an earlier token."""
-    model, tokens = model_of(family, index), inputs()[0]
+    model, tokens = model_of(family, index).double(), inputs()[0]
     other = torch.cat((tokens[:, :23], 70 - tokens[:, 23:]), 1)
     with torch.no_grad():
         expected = {text: model(text)[0] for text in (tokens, other)}
-    cache = KvCache(model, model.structure(), model.sizes, torch.float32)
+    cache = KvCache(model, model.structure(), model.sizes, torch.float64)
     for text, stop in ((tokens, 1), (tokens, 2), (tokens, 9), (tokens, 10), (tokens, 25), (other, 27), (tokens, SEQ)):
         (logits,) = cache.next_logits({0: text[0, :stop].tolist()})
         assert distance(logits, expected[text][stop - 1]) < 1e-5

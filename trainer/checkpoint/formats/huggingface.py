@@ -1,7 +1,7 @@
 """Models in Hugging Face's format: safetensors files and config.json. Each rank reads only its own shards."""
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import chain
@@ -123,6 +123,12 @@ def _text_names(stored: Collection[str]) -> dict[str, str]:
     return {inner: name for name in stored if (inner := text_name(name)) is not None}  # a multimodal model
 
 
+def _other_modules(names: Iterable[str]) -> list[str]:
+    """Return the modules of other modalities, and those beside the text model, to which tensors belong. names: in the files."""
+    depths = {name: 2 if name.startswith("model.") else 1 for name in names}
+    return sorted({".".join(name.split(".")[:depth]) for name, depth in depths.items()})
+
+
 def _weight_index(
     folder: Path, spec: ModelSpec, sizes: Any, keys: Mapping[str, str], stored: Mapping[str, TensorMetadata]
 ) -> dict[str, TensorMetadata]:
@@ -210,6 +216,7 @@ class HuggingFaceWeights(Weights):
             keys = _text_names(stored)
             ignored = [module for module in described.skipped if any(key.startswith(f"{module}.") for key in keys)]
             prefixes = tuple(f"{module}." for module in ignored)
+            ignored += _other_modules(stored.keys() - keys.values())
             keys = {name: key for name, key in keys.items() if not name.startswith(prefixes)}
             weights = saved_weights(meta_model(described.spec.model, described.sizes))
             keys = own_names(described.spec.huggingface, keys, by_matrix(described.spec.huggingface, weights))
@@ -284,11 +291,9 @@ class HuggingFaceWeights(Weights):
         key, group = self.keys[stored_name(hf, name)], head_dim if is_permuted(hf, name) else 1
         start, stop = (row + self._first_rows[name] for row in (ranges[0].start, ranges[0].stop))
         first, last = start // group * group, -(-stop // group) * group
-        shape = (self.index[name].shape[0], *ranges[1:])
-        if len(dims := stored_shape(hf, name, shape)) > len(shape):  # a vector with more dims
-            return self._read_stored(
-                tensors, key, tuple(slice(0, 1) if size == 1 else ranges[0] for size in dims)
-            ).flatten()
+        if len(dims := stored_shape(hf, name, ())) > 1:  # a vector with more dims
+            key_ranges = tuple(slice(0, 1) if size == 1 else ranges[0] for size in dims)
+            return self._read_stored(tensors, key, key_ranges).flatten()
         rows = restore_rows(hf, name, self._read_stored(tensors, key, (slice(first, last), *ranges[1:])), head_dim)
         return rows[start - first : stop - first]
 
