@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from models import MODELS
+from models.decoder import Decoder
 from models.huggingface_config import read_seq_len, read_sizes, write_config
 from models.spec import meta_model
 from tests.models import random_configs
