@@ -47,19 +47,16 @@ class PostNormBlock(Block):
     """A norm after each layer, before its result is added to the residual stream: OLMo 2 and 3."""
 
     def forward(self, h: Tensor, context: Context) -> Tensor:
-        h = h + self.attention_norm(self.mixer(h, context))
-        return h + self.ffn_norm(self.feed_forward(h, context))
+        mixer_norm, feed_forward_norm = (getattr(self, name) for name in self.NORMS)
+        h = h + mixer_norm(self.mixer(h, context))
+        return h + feed_forward_norm(self.feed_forward(h, context))
 
 
-class LaterNormBlock(Block):
+class LaterNormBlock(PostNormBlock):
     """PostNormBlock in a model that has pre-norm blocks too. Its norms have other names, as in the files: OLMo Hybrid."""
 
     NORMS: ClassVar = ("attention_post_norm", "ffn_post_norm")
     TENSOR: ClassVar = dict.fromkeys(NORMS, "norm")
-
-    def forward(self, h: Tensor, context: Context) -> Tensor:
-        h = h + self.attention_post_norm(self.mixer(h, context))
-        return h + self.ffn_post_norm(self.feed_forward(h, context))
 
 
 class SandwichBlock(Block):

@@ -1,7 +1,6 @@
 """Generate the table of model families in docs/models.md from the models themselves."""
 
 import sys
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +16,7 @@ import torch.nn.functional as F
 
 from models import MODELS
 from models.attention import AttentionKind
-from models.blocks import SandwichBlock
+from models.blocks import PostNormBlock, SandwichBlock
 from models.components import FeedForward
 from models.decoder import Decoder
 from models.deepseek import LatentAttention
@@ -42,7 +41,7 @@ def traits(model: Decoder) -> list[str]:
     """Return the differences of the model from Llama. model: with the shortest sequence of layers that the model repeats."""
     block, norm = model.layers["0"], type(model.norm).__name__
     layers = list(model.layers.values())
-    mixers, counts = [layer.mixer for layer in layers], Counter(type(layer).__name__ for layer in layers)
+    mixers, later_norms = [layer.mixer for layer in layers], [isinstance(layer, PostNormBlock) for layer in layers]
     attention = next(mixer for mixer in mixers if not isinstance(mixer, RecurrentMixer))
     recurrences = [mixer for mixer in mixers if isinstance(mixer, RecurrentMixer)]
     kinds = [kind for kind in model.kinds.values() if isinstance(kind, AttentionKind)]
@@ -52,8 +51,8 @@ def traits(model: Decoder) -> list[str]:
         name for name in model.layer_kinds if model.kinds[name] in kinds and model.kinds[name].window is not None
     ]
     names = {
-        "norms after each layer": counts["PostNormBlock"] == len(mixers),
-        "norms after each layer of blocks with attention": 0 < counts["PostNormBlock"] < len(mixers),
+        "norms after each layer": all(later_norms),
+        "norms after each layer of blocks with attention": any(later_norms) and not all(later_norms),
         "norms before and after each layer": any(isinstance(layer, SandwichBlock) for layer in layers),
         _recurrence(recurrences, len(mixers)): bool(recurrences),
         "norm weights start at zero": norm == "OffsetRMSNorm",
