@@ -55,6 +55,7 @@ def planned(size, *flags, ranks=(0,), on_gpu=False, model=TWO_BLOCKS, imbalance=
         (2, ["--optimizer.name", "muon", "--optimizer.ema_decay", "0.9"]),
         (2, ["--parallel.pp", "2", "--data.document_mask", "true"]),
         (2, ["--model.name", "mixtral", "--parallel.ep", "2"]),
+        (2, ["--model.name", "qwen3-next", "--parallel.ep", "2", "--parallel.cp", "2", "--data.document_mask", "true"]),
     ],
 )
 def test_the_simulated_peak_is_that_of_the_allocator(ranks, size, layout):
@@ -194,6 +195,17 @@ def test_products_and_traffic_of_experts_are_those_of_the_formula(imbalance):
     assert plan.traffic[("efsdp", "reduce-scatter")].num_bytes == local * 3 * matrix * 4
     others = sum(p.numel() for n, p in meta_model(*one_layer()).named_parameters() if ".experts." not in n)
     assert plan.traffic[("fsdp", "reduce-scatter")].num_bytes == 4 * others
+
+
+def test_a_recurrence_sends_the_same_over_cp_whatever_the_length_of_the_sequence():
+    model = ["--model.name", "qwen3.5", "--model.overrides.n_layers", "1", "--parallel.cp", "4"]
+    sent = {}
+    for length, kind in itertools.product((4096, 1 << 20), ("linear", "full")):
+        flags = ["--training.seq_len", str(length), "--model.overrides.layer_types", f'["{kind}"]']
+        (plan,) = planned(4, *EIGHT, *flags, model=model)
+        sent[length, kind] = {key: calls.num_bytes for key, calls in plan.traffic.items() if key[0] == "cp"}
+    assert sent[4096, "linear"] == sent[1 << 20, "linear"] and sum(sent[4096, "linear"].values()) > 0
+    assert sum(sent[1 << 20, "full"].values()) > 200 * sum(sent[4096, "full"].values())
 
 
 def test_muon_sends_every_matrix_to_its_owner_and_back():
