@@ -215,10 +215,12 @@ def boundaries_of(segments: Tensor | None, size: int, like: Tensor) -> Boundarie
 def decays_of(g: Tensor, boundaries: Boundaries) -> tuple[Tensor, Tensor]:
     """Return how the state before a chunk has decayed at each token, and each token in the state after it, like g: zero beyond a
     boundary. g: see DeltaRule.products."""
-    from_before, to_after = g.exp(), (g[..., -1:, :] - g).exp()
-    if boundaries.sees_state is None:
-        return from_before, to_after
-    return from_before * boundaries.sees_state, to_after * boundaries.reaches_end
+    from_before, to_after = g, g[..., -1:, :] - g
+    if boundaries.sees_state is not None:
+        from_before = from_before.masked_fill(~boundaries.sees_state, float("-inf"))
+        # Sums begin anew at a boundary, so that this difference is large, and positive, for a token before one.
+        to_after = to_after.masked_fill(~boundaries.reaches_end, float("-inf"))
+    return from_before.exp(), to_after.exp()
 
 
 def segments_of(documents: Tensor, count: int) -> Tensor:

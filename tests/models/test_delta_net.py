@@ -11,6 +11,7 @@ from torch.autograd import gradcheck
 from models import MODELS, affine_scan
 from models.affine_scan import AffineMaps
 from models.delta_net import CHUNK, Carry, DeltaRule, boundaries_of, segments_of, unit
+from models.kda import ChannelDeltaRule
 from models.qwen_next import Qwen35Sizes
 from tests.models.families import inputs, model_of
 from trainer.inference.kv_cache import CachedState, KvCache
@@ -18,8 +19,8 @@ from trainer.inference.kv_cache import CachedState, KvCache
 HEADS, GROUPS, KEY, VALUE, WIDTH = 2, 2, 6, 5, 4
 
 
-def drawn(rows: int, tokens: int, decay: float = 1.0) -> tuple:
-    """Return random arguments of a kernel in double precision, without documents."""
+def drawn(rows: int, tokens: int, decay: float = 1.0, channels: int = 1) -> tuple:
+    """Return random arguments of a kernel in double precision, without documents. channels: decays of a head and token."""
     draw = torch.Generator().manual_seed(tokens)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -28,8 +29,10 @@ def drawn(rows: int, tokens: int, decay: float = 1.0) -> tuple:
     shapes = (HEADS, KEY), (HEADS, KEY), (HEADS * GROUPS, VALUE)
     qkv = [normal(rows, tokens, *shape) for shape in shapes]
     filters = [normal(heads * width, 1, WIDTH) / 2 for heads, width in shapes]
-    rates = [torch.rand(rows, tokens, HEADS * GROUPS, generator=draw, dtype=torch.float64) for _ in range(2)]
-    return qkv, filters, -decay * rates[0][..., None], rates[1]
+    rate, beta = (
+        torch.rand(rows, tokens, HEADS * GROUPS, n, generator=draw, dtype=torch.float64) for n in (channels, 1)
+    )
+    return qkv, filters, -decay * rate, beta[..., 0]
 
 
 def leaves(arguments: tuple) -> list[torch.Tensor]:
@@ -62,10 +65,11 @@ def gradients(out: torch.Tensor, of: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("tokens", [1, 3, CHUNK - 1, CHUNK, CHUNK + 1, 150])
-@pytest.mark.parametrize("decay", [0.01, 1.0, 30.0])
-def test_the_chunked_form_equals_the_formula_for_each_document(tokens, decay):
+@pytest.mark.parametrize("decay", [0.01, 1.0, 300.0])
+@pytest.mark.parametrize(("kernel", "channels"), [(DeltaRule, 1), (ChannelDeltaRule, KEY)])
+def test_the_chunked_form_equals_the_formula_for_each_document(kernel, channels, tokens, decay):
     """A slow decay would show a state that passes a boundary, a fast one an overflow."""
-    arguments = drawn(2, tokens, decay)
+    arguments = drawn(2, tokens, decay, channels)
     variables = leaves(arguments)
     parts, spans = [], list(pairwise(sorted({0, 1, tokens // 3, tokens // 2, tokens})))
     for start, end in spans:
@@ -74,7 +78,7 @@ def test_the_chunked_form_equals_the_formula_for_each_document(tokens, decay):
     expected = torch.cat(parts, 1)
     documents = torch.cat([torch.full((end - start,), start) for start, end in spans])
     documents = torch.cat((torch.full((WIDTH - 1,), -2), documents)).expand(2, -1)
-    actual = DeltaRule(Carry())(*arguments, documents)
+    actual = kernel(Carry())(*arguments, documents)
     assert torch.allclose(actual, expected, rtol=0, atol=1e-12)
     for a, b in zip(gradients(actual, variables), gradients(expected, variables), strict=True):
         assert torch.allclose(a, b, rtol=1e-9, atol=1e-11)
