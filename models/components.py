@@ -87,6 +87,14 @@ class FeedForward(nn.Module):
 # ---------------------------------------------------------------- embedding and output
 
 
+class Gate(nn.Linear):
+    """A linear layer with one or a few outputs for each head or token, which control others: gates, decays, rates. Its product
+    is never in float8."""
+
+    def __init__(self, dim: int, outputs: int):
+        super().__init__(dim, outputs, bias=False)
+
+
 class ScaledEmbedding(nn.Embedding):
     """An embedding whose result is multiplied by a constant."""
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
 from models.affine_scan import AffineMaps
-from models.components import at_least_fp32
+from models.components import Gate, at_least_fp32
 from models.context import Context
 from models.spec import LayerKind
 
@@ -346,7 +346,7 @@ class GatedDeltaNet(RecurrentMixer):
         """Build the projections. keys, values: widths of the keys, and of the values, of all heads."""
         self.wq, self.wk = (nn.Linear(dim, keys, bias=False) for _ in range(2))
         self.wv, self.wz = (nn.Linear(dim, values, bias=False) for _ in range(2))
-        self.wa, self.wb = (nn.Linear(dim, self.kind.value_heads, bias=False) for _ in range(2))
+        self.wa, self.wb = (Gate(dim, self.kind.value_heads) for _ in range(2))
 
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
         """Return queries, keys, values and gates, each (batch, seq, local heads, width), and wa x and wb x, each (batch, seq,

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.components import at_least_fp32
+from models.components import Gate, at_least_fp32
 from models.context import Context
 from models.delta_net import Carry, DeltaRule, RecurrentKind, RecurrentMixer
 
@@ -80,7 +80,7 @@ class KimiDeltaAttention(RecurrentMixer):
         self.wq, self.wk, self.wv = (nn.Linear(dim, values, bias=False) for _ in range(3))
         self.f_a, self.g_a = (nn.Linear(dim, width, bias=False) for _ in range(2))
         self.f_b, self.g_b = (nn.Linear(width, values, bias=False) for _ in range(2))
-        self.wb = nn.Linear(dim, kind.value_heads, bias=False)
+        self.wb = Gate(dim, kind.value_heads)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """x: (batch, seq, dim)."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from models.attention import Attention, AttentionKind
 from models.blocks import PreNormBlock
-from models.components import FeedForward, OffsetRMSNorm
+from models.components import FeedForward, Gate, OffsetRMSNorm
 from models.config_json import Config, first, rope_object, with_layer_types, write_layer_types
 from models.context import Context
 from models.decoder import Decoder
@@ -74,7 +74,7 @@ class GroupedDeltaNet(GatedDeltaNet):
 
     def build_projections(self, dim: int, keys: int, values: int) -> None:
         self.wqkvz = nn.Linear(dim, 2 * (keys + values), bias=False)
-        self.wba = nn.Linear(dim, 2 * self.kind.value_heads, bias=False)
+        self.wba = Gate(dim, 2 * self.kind.value_heads)
 
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
         key_dim, value_dim = self.kind.widths
@@ -95,7 +95,7 @@ class GatedSharedExpert(MixtureOfExperts):
 
     def __init__(self, sizes: QwenNextSizes):
         super().__init__(sizes, shared=FeedForward(sizes.dim, sizes.shared_dim))
-        self.shared_gate = nn.Linear(sizes.dim, 1, bias=False)
+        self.shared_gate = Gate(sizes.dim, 1)
 
     def forward(self, x: Tensor, context: Context | None = None) -> Tensor:
         """x: (batch, seq, dim)."""

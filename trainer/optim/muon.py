@@ -56,7 +56,7 @@ def orthogonalize(matrices: Tensor, coefficients: str) -> Tensor:
     """
     is_tall = matrices.shape[-2] > matrices.shape[-1]
     x = matrices.mT if is_tall else matrices
-    norms = torch.linalg.matrix_norm(x, keepdim=True, dtype=torch.float32)
+    norms = torch.linalg.matrix_norm(x, keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
     x = x / (norms * _MARGIN[coefficients]).clamp(min=_EPS).to(x.dtype)
     for a, b, c in COEFFICIENTS[coefficients]:
         gram = x @ x.mT
