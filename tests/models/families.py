@@ -169,7 +169,7 @@ CONFIGS: dict[str, list[dict]] = {
     ],
     "gemma4": [
         _GEMMA4 | {"head_dim": 12, "global_head_dim": 20, "sliding_window": 6, "final_logit_softcapping": 3.0}
-        | {"attention_k_eq_v": True, "num_global_key_value_heads": 1},
+        | {"attention_k_eq_v": True, "num_global_key_value_heads": 4, "num_key_value_heads": 2},
         _GEMMA4 | {"head_dim": 16, "global_head_dim": 16, "sliding_window": 5, "attention_bias": True}
         | {"tie_word_embeddings": False}
         | {"layer_types": [_TYPES[1], _TYPES[0], _TYPES[1], _TYPES[0]]}

@@ -88,9 +88,9 @@ def test_a_leak_fails_and_so_does_a_bug_that_is_not_found(monkeypatch, capsys, c
 
 def test_layouts_that_do_not_fit_are_listed_unless_they_are_given(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(leak_probe, "run", lambda *args: True)
-    argv = [*CHAT, "--run.output_folder", str(tmp_path), "--model.overrides.tied_embeddings", "true"]
+    argv = [*CHAT, "--run.output_folder", str(tmp_path), "--model.overrides.n_kv_heads", "1"]
     code, rows = main(monkeypatch, capsys, *argv)
     assert code == 0
-    assert rows[0].split("  ")[0] == "pp=2" and "does not fit: " in rows[0]
-    assert main(monkeypatch, capsys, *argv, "--layout", "pp=2")[0] == 2
+    assert rows[0].split("  ")[0] == "tp=2" and "does not fit: " in rows[0]
+    assert main(monkeypatch, capsys, *argv, "--layout", "tp=2")[0] == 2
     assert main(monkeypatch, capsys, *argv, "--parallel.tp", "2")[0] == 2

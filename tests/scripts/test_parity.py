@@ -52,6 +52,19 @@ CONTROLS = {
         ["--config", str(ROOT / "train_configs" / "sft_debug.toml"), "--training.global_batch_size", "4"],
         {"gradients averaged", "gradients of replicated norms", "losses averaged", "documents visible"},
     ),
+    "conversations with a hybrid model, tied": (
+        [
+            *("--config", str(ROOT / "train_configs" / "sft_debug.toml"), "--training.global_batch_size", "4"),
+            *("--model.name", "qwen3.5", "--model.overrides.layer_types", "linear,full"),
+            *("--model.overrides.tied_embeddings", "true"),
+        ],
+        {
+            *("gradients averaged", "gradients of head norms", "gradients of replicated norms", "losses averaged"),
+            *("documents visible", "gradients of a tied table", "state of a recurrence", "convolution reads"),
+            *("convolution begins", "state before a part of a sequence is", "state before a part of a sequence has"),
+            *("maps of chunks", "decay missing", "norm of a recurrence"),
+        },
+    ),
     "transformers": (
         ["--reference", "transformers", "--training.z_loss", "0.01"],
         {"z-loss of", "gradients averaged", "gradients of replicated norms", "neighbouring values"},

@@ -32,8 +32,8 @@ COMMAND_LINES = {
     ),
     "--model.name lama3": (
         "--model.name lama3: expected one of llama2, llama3, llama3.1, llama3.2, qwen2.5, qwen3, mistral, ministral3, "
-        "smollm3, olmo2, olmo3, granite3, gemma2, gemma3, phi, mixtral, olmoe, qwen3-moe, deepseek-v3, gpt-oss; "
-        "did you mean 'llama3'?"
+        "smollm3, olmo2, olmo3, granite3, gemma2, gemma3, phi, mixtral, olmoe, qwen3-moe, deepseek-v3, gpt-oss, "
+        "gemma4, glm-4.5, qwen3-next, qwen3.5, olmo-hybrid, kimi-linear; did you mean 'llama3'?"
     ),
     "--metrics.sinks jsonl,jsonl": "--metrics.sinks jsonl,jsonl: names jsonl twice",
     "--metrics.sinks=": (

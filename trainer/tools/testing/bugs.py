@@ -315,7 +315,7 @@ BUGS = {
         ),
         parameters="tok_embeddings",
     ),
-    "state of a recurrence passes documents": Bug(
+    "state of a recurrence crosses documents": Bug(
         ("dp_shard=1 data.document_mask=true",),
         recurrence_bugs.state_not_reset,
         applies=lambda config, resolved: _is_recurrent(config, resolved) and config.data.dataset == "chat",

@@ -12,7 +12,7 @@ ADAPTED = Constraint(only_with=(When("lora.rank"),))
 ModelFamily = Literal[
     "llama2", "llama3", "llama3.1", "llama3.2", "qwen2.5", "qwen3", "mistral", "ministral3", "smollm3", "olmo2", "olmo3",
     "granite3", "gemma2", "gemma3", "phi", "mixtral", "olmoe", "qwen3-moe",
-    "deepseek-v3", "gpt-oss",
+    "deepseek-v3", "gpt-oss", "gemma4", "glm-4.5", "qwen3-next", "qwen3.5", "olmo-hybrid", "kimi-linear",
 ]  # fmt: skip
 """The keys of MODELS in models/__init__.py, which imports torch."""
 
