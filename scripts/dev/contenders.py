@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from models import MODELS
 from models.huggingface_config import write_config
 from models.huggingface_tensors import join_tensors
-from models.llama import LlamaSizes
+from models.sizes import Sizes
 from scripts.dev import plain_loop
 from scripts.dev.kernels import KernelRecorder
 from scripts.dev.plain_loop import BETAS, EPS, LR, MAX_NORM, WEIGHT_DECAY, adamw, cross_entropy
@@ -44,7 +44,7 @@ _NEVER = 10**9
 class Task:
     """The work of all contenders."""
 
-    sizes: LlamaSizes
+    sizes: Sizes
     batch: int
     """Number of samples in a step."""
     seq: int
@@ -56,6 +56,8 @@ class Task:
     device: DeviceChoice
     folder: Path
     """Folder for tokens.npy and for the files that contenders write."""
+    family: str = "llama3"
+    """Model family of the sizes."""
 
     def rows(self) -> Iterator[Tensor]:
         """Yield the samples of each step, (batch, seq + 1)."""
@@ -63,11 +65,12 @@ class Task:
 
     def flags(self, log_interval_steps: int = _NEVER) -> list[str]:
         """Return the command-line arguments with which the trainer does this work."""
+        debug = asdict(MODELS[self.family].by_size["debug"])
         values = {
             "run.name": "meshwright",
             "run.output_folder": self.folder,
             "run.device": self.device,
-            "model.name": "llama3",
+            "model.name": self.family,
             "model.size": "debug",
             "data.dataset": "tokens",
             "data.path": self.folder / "tokens.npy",
@@ -91,7 +94,11 @@ class Task:
             "resilience.hang_timeout_s": 0,  # a pause is not a hang
             "metrics.interval_steps": log_interval_steps,
             "metrics.sinks": "console,jsonl",
-            **{f"model.overrides.{name}": str(size).lower() for name, size in asdict(self.sizes).items()},
+            **{
+                f"model.overrides.{name}": str(size).lower()
+                for name, size in asdict(self.sizes).items()
+                if debug[name] != size
+            },
         }
         defaults = self.folder / "defaults.toml"
         defaults.touch()
@@ -135,7 +142,7 @@ def _cpu_seconds() -> float:
 
 def _model(task: Task, device: torch.device) -> nn.Module:
     with torch.device("meta"):
-        model = MODELS["llama3"].model(task.sizes)
+        model = MODELS[task.family].model(task.sizes)
     allocate(model, device)
     initialize(model, seed=0)
     return model
@@ -194,10 +201,10 @@ def accelerate(task: Task, pacer: Pacer) -> None:
 
 def transformers(task: Task, pacer: Pacer) -> None:
     hf = require_package("transformers", "")
-    spec = MODELS["llama3"].huggingface
-    config = hf.LlamaConfig(**write_config(spec, task.sizes, task.seq))
+    spec = MODELS[task.family].huggingface
+    config = hf.AutoConfig.for_model(**write_config(spec, task.sizes, task.seq))
     config.use_cache = False
-    model = hf.LlamaForCausalLM(config)
+    model = hf.AutoModelForCausalLM.from_config(config)
     parameters = {name: p.detach() for name, p in _model(task, torch.device("cpu")).named_parameters()}
     model.load_state_dict(join_tensors(spec, parameters, task.sizes.head_dim), strict=False)
     del parameters

@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -33,12 +33,27 @@ from trainer.tools.testing.layouts import Table
 ROOT = Path(__file__).parents[2]
 _PLAIN_LOOP = "from scripts.dev.plain_loop import main; main()"
 
+HYBRID = "58m-hybrid"
+_HYBRID_SIZES = replace(
+    FAMILIES["qwen3.5"].by_size["debug"],
+    **{
+        "dim": 512,
+        "n_layers": 8,
+        "n_heads": 8,
+        "n_kv_heads": 8,
+        "head_dim": 64,
+        "hidden_dim": 1376,
+        "vocab_size": 32000,
+    },
+    **{"linear_num_key_heads": 8, "linear_num_value_heads": 8, "linear_key_head_dim": 64, "linear_value_head_dim": 64},
+)
 MODELS = {
     "58m": (LlamaSizes(dim=512, n_layers=8, n_heads=8, n_kv_heads=8, hidden_dim=1376, vocab_size=32000), 2, 512),
     "125m": (LlamaSizes(dim=768, n_layers=12, n_heads=12, n_kv_heads=12, hidden_dim=2048, vocab_size=32000), 1, 512),
     "1b": (FAMILIES["llama3.2"].by_size["1b"], 1, 4096),
+    HYBRID: (_HYBRID_SIZES, 1, 4096),
 }
-"""Name -> sizes, samples of a step, and tokens of a sample. "1b" needs a GPU."""
+"""Name -> sizes, samples of a step, and tokens of a sample. "1b" needs a GPU. HYBRID is a Qwen3.5, the others are Llamas."""
 
 TOLERANCES = {"fp32": 1e-4, "bf16": 5e-3}
 """Precision -> largest relative deviation of losses. In bf16, those of 58m differ by up to 2.7e-3 on CPUs with AMX."""
@@ -137,7 +152,8 @@ def print_peers(
     contenders = contenders or [name for name in CONTENDERS if name != "kernels" or options["device"] == "cpu"]
     _check(contenders, options["device"])
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        task = Task(sizes, batch, seq, folder=Path(folder), **options)
+        family = "qwen3.5" if model == HYBRID else "llama3"
+        task = Task(sizes, batch, seq, folder=Path(folder), family=family, **options)
         write_tokens(task, steps * (repeats + 1))
         running = []
         for name in contenders:
