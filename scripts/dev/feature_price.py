@@ -36,7 +36,7 @@ CAPABILITIES = {
     "Mixtures of experts, expert parallelism": """
         models/{moe,row_groups}.py trainer/parallel/{experts,balance}.py scripts/dev/expert_layer.py
         tests/models/test_moe.py tests/parallel/test_{experts,correction}.py""",
-    "Masks of documents and windows": "trainer/parallel/attention.py tests/parallel/test_documents.py",
+    "Masks of documents and windows": "trainer/parallel/{attention,mixers,sample_layout}.py tests/parallel/test_documents.py",
     "Activation checkpointing and offloading": """
         trainer/parallel/activation_*.py trainer/tools/testing/techniques.py scripts/dev/memory_ablation.py
         tests/parallel/test_activation_*.py tests/scripts/test_memory_ablation.py""",
@@ -80,9 +80,13 @@ CAPABILITIES = {
         trainer/inference/{harness,scores}.py scripts/evaluate.py tests/inference/test_harness.py""",
     "Learning-rate range test": "scripts/find_lr.py tests/scripts/test_find_lr.py",
     # Models and formats
+    "Recurrences: the delta rule, KDA, parts of sequences": """
+        models/{affine_scan,delta_net,kda,hybrid}.py trainer/parallel/recurrence.py
+        trainer/tools/testing/recurrence_bugs.py tests/models/test_delta_net.py tests/parallel/test_recurrence.py""",
     "Model families beside Llama": """
-        models/{deepseek,gemma,gpt_oss,granite,mistral,mixtral,olmo,phi,qwen,smollm}.py
-        scripts/dev/{family_matrix,check_configs}.py tests/models/{families,random_configs,test_families,test_gpt_oss}.py""",
+        models/{deepseek,gemma,gemma4,glm,gpt_oss,granite,kimi,mistral,mixtral,olmo,phi,qwen,qwen_next,smollm}.py
+        scripts/dev/{family_matrix,check_configs}.py
+        tests/models/{families,random_configs,random_recent,test_families,test_gpt_oss}.py""",
     "Hugging Face's format": """
         models/{huggingface*,config_json}.py trainer/checkpoint/formats/{huggingface*,export,tokenizer_files}.py
         scripts/convert_hf.py scripts/dev/{check_exports,export_cases}.py trainer/tools/testing/transformers_reader.py
