@@ -18,7 +18,7 @@ from models.context import Context
 from models.decoder import Decoder, pre_norm_decoder
 from models.gguf import NAMES as GGUF_NAMES
 from models.gguf import Gguf, HeadRows, Keys
-from models.huggingface import MIXTURE_NAMES, HuggingFace
+from models.huggingface import MIXTURE_NAMES, HuggingFace, shared_expert_names
 from models.moe import CorrectedRouter, MixtureOfExperts
 from models.rope import YarnRope, rotate_halves, rotate_pairs, without_rotation
 from models.sizes import DEBUG, DEBUG_EXPERTS, GroupedMixtureSizes, Sizes, text_of
@@ -237,17 +237,27 @@ def _gguf_rope(sizes: DeepSeekSizes) -> Keys:
     }
 
 
-LATENT_NAMES = MIXTURE_NAMES | {
+CORRECTED_NAMES = (
+    MIXTURE_NAMES
+    | shared_expert_names("mlp.shared_experts")
+    | {"feed_forward.router.correction": "mlp.gate.e_score_correction_bias"}
+)
+"""MIXTURE_NAMES with those of shared experts and of the correction of a router."""
+ROUTED_KEYS = {
+    "n_experts": "n_routed_experts",
+    "n_groups": "n_group",
+    "groups_per_token": "topk_group",
+    "weight_scale": "routed_scaling_factor",
+}
+"""Size of a mixture of experts -> its key in config.json."""
+ROUTED_ALIASES = {"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"}
+LATENT_NAMES = CORRECTED_NAMES | {
     "attention.wq_a": "self_attn.q_a_proj",
     "attention.q_norm": "self_attn.q_a_layernorm",
     "attention.wq_b": "self_attn.q_b_proj",
     "attention.wkv_a": "self_attn.kv_a_proj_with_mqa",
     "attention.kv_norm": "self_attn.kv_a_layernorm",
     "attention.wkv_b": "self_attn.kv_b_proj",
-    "feed_forward.router.correction": "mlp.gate.e_score_correction_bias",
-    "feed_forward.shared.w1": "mlp.shared_experts.gate_proj",
-    "feed_forward.shared.w2": "mlp.shared_experts.down_proj",
-    "feed_forward.shared.w3": "mlp.shared_experts.up_proj",
 }
 
 _YARN = {"rope_type": "yarn", "rope_original_seq_len": 4096, "rope_mscale": 1.0, "rope_mscale_all_dim": 1.0}
@@ -307,14 +317,8 @@ DEEPSEEK_V3 = ModelSpec(
         },
         read=_read,
         write=write_leading_dense,
-        size_keys={
-            "n_experts": "n_routed_experts",
-            "n_groups": "n_group",
-            "groups_per_token": "topk_group",
-            "weight_scale": "routed_scaling_factor",
-            "head_dim": "qk_rope_head_dim",
-        },
-        aliases={"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"},
+        size_keys=ROUTED_KEYS | {"head_dim": "qk_rope_head_dim"},
+        aliases=ROUTED_ALIASES,
         omitted=("sparse_layers",),
         names=LATENT_NAMES,
         ignored=prediction_layers,

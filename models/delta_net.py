@@ -343,7 +343,13 @@ class GatedDeltaNet(RecurrentMixer):
         self.build_projections(dim, kind.key_heads * kind.widths[0], kind.value_heads * kind.widths[1])
 
     def build_projections(self, dim: int, keys: int, values: int) -> None:
-        """Build the projections. keys, values: widths of the keys, and of the values, of all heads."""
+        """Build the projections.
+
+        Args:
+            dim: Width of the hidden state.
+            keys: Width of the keys of all heads.
+            values: Width of the values of all heads.
+        """
         self.wq, self.wk = (nn.Linear(dim, keys, bias=False) for _ in range(2))
         self.wv, self.wz = (nn.Linear(dim, values, bias=False) for _ in range(2))
         self.wa, self.wb = (Gate(dim, self.kind.value_heads) for _ in range(2))

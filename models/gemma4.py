@@ -174,13 +174,9 @@ _ABSENT = {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "enable_
 def _read(config: Config) -> Config:
     """Return the configuration with the sizes of layers that attend to all earlier tokens. Raises ValueError."""
     has_inputs = config.get("model_type") != "gemma4_unified_text"
-    absent = {
-        "hidden_size_per_layer_input": 256 if has_inputs else 0,
-        "num_kv_shared_layers": 0,
-        "enable_moe_block": False,
-    }
+    defaults = _ABSENT | ({"hidden_size_per_layer_input": 256} if has_inputs else {})
     for key, value in _ABSENT.items():
-        if (given := first(config.get(key), absent[key])) != value:
+        if (given := first(config.get(key), defaults[key])) != value:
             raise ValueError(f"{key} {text_of(given)}: this model supports only {text_of(value)}")
     if config.get("use_bidirectional_attention") == "all":
         raise ValueError('use_bidirectional_attention "all": this model supports only causal attention to text')

@@ -11,13 +11,16 @@ from models.attention import Attention, AttentionKind
 from models.config_json import Config, first, rope_object
 from models.decoder import Decoder, pre_norm_decoder
 from models.deepseek import (
+    CORRECTED_NAMES,
+    ROUTED_ALIASES,
+    ROUTED_KEYS,
     prediction_layers,
     read_leading_dense,
     require_leading_dense,
     sparse_or_dense,
     write_leading_dense,
 )
-from models.huggingface import MIXTURE_NAMES, HuggingFace
+from models.huggingface import HuggingFace
 from models.sizes import DEBUG, DEBUG_EXPERTS, GroupedMixtureSizes
 from models.spec import ModelSpec
 
@@ -99,21 +102,10 @@ GLM_4_5 = ModelSpec(
         },
         read=_read,
         write=write_leading_dense,
-        size_keys={
-            "n_experts": "n_routed_experts",
-            "n_groups": "n_group",
-            "groups_per_token": "topk_group",
-            "weight_scale": "routed_scaling_factor",
-        },
-        aliases={"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"},
+        size_keys=ROUTED_KEYS,
+        aliases=ROUTED_ALIASES,
         omitted=("sparse_layers",),
-        names=MIXTURE_NAMES
-        | {
-            "feed_forward.router.correction": "mlp.gate.e_score_correction_bias",
-            "feed_forward.shared.w1": "mlp.shared_experts.gate_proj",
-            "feed_forward.shared.w2": "mlp.shared_experts.down_proj",
-            "feed_forward.shared.w3": "mlp.shared_experts.up_proj",
-        },
+        names=CORRECTED_NAMES,
         ignored=prediction_layers,
     ),
     gguf=None,

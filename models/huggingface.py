@@ -35,6 +35,13 @@ MIXTURE_NAMES = NAMES | {
 }
 """NAMES with those of a mixture of experts in most of Hugging Face's families."""
 
+
+def shared_expert_names(module: str) -> dict[str, str]:
+    """Return the names of a shared expert's matrices. module: name of the expert in the files."""
+    matrices = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+    return {f"feed_forward.shared.{name}": f"{module}.{stored}" for name, stored in matrices.items()}
+
+
 FIELDS = {
     "dim": "hidden_size",
     "n_layers": "num_hidden_layers",

@@ -12,7 +12,7 @@ from models.attention import AttentionKind
 from models.config_json import LAYER_TYPES, Config, first, write_layer_types
 from models.decoder import Decoder, pre_norm_decoder
 from models.deepseek import LATENT_NAMES, DeepSeekSizes, LatentAttention, read_leading_dense, sparse_or_dense
-from models.huggingface import HuggingFace
+from models.huggingface import HuggingFace, shared_expert_names
 from models.kda import KimiDeltaAttention, KimiDeltaKind
 from models.sizes import DEBUG, DEBUG_EXPERTS, TypedLayers, text_of
 from models.spec import LayerKind, ModelSpec, SizeError
@@ -129,10 +129,8 @@ _NAMES = (
         "feed_forward.router": f"{_MIXTURE}.gate",
         "feed_forward.router.correction": f"{_MIXTURE}.gate.e_score_correction_bias",
         **{f"feed_forward.experts.{w}": f"{_MIXTURE}.experts.{{}}.{w}" for w in ("w1", "w2", "w3")},
-        "feed_forward.shared.w1": f"{_MIXTURE}.shared_experts.gate_proj",
-        "feed_forward.shared.w2": f"{_MIXTURE}.shared_experts.down_proj",
-        "feed_forward.shared.w3": f"{_MIXTURE}.shared_experts.up_proj",
     }
+    | shared_expert_names(f"{_MIXTURE}.shared_experts")
 )
 _sizes = {
     "debug": KimiLinearSizes(

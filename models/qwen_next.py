@@ -1,5 +1,5 @@
-"""Qwen3-Next (Qwen Team 2025, https://huggingface.co/Qwen/Qwen3-Next-80B-A3B-Instruct) and the text models of Qwen3.5 (Qwen Team
-2026), dense and with mixtures of experts: three of four layers are Gated DeltaNet, the others have attention with a gate on its
+"""Qwen3-Next (Qwen Team 2025, https://huggingface.co/Qwen/Qwen3-Next-80B-A3B-Instruct), with mixtures of experts, and the dense
+text models of Qwen3.5 (Qwen Team 2026): three of four layers are Gated DeltaNet, the others have attention with a gate on its
 result. Norms multiply by 1 + weight, and a quarter of each head is rotated. Dimensions: config.json of the published models."""
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from models.config_json import Config, first, rope_object, with_layer_types, wri
 from models.context import Context
 from models.decoder import Decoder
 from models.delta_net import GatedDeltaNet, RecurrentMixer
-from models.huggingface import MIXTURE_NAMES, NAMES, HuggingFace
+from models.huggingface import MIXTURE_NAMES, NAMES, HuggingFace, shared_expert_names
 from models.hybrid import DEBUG_HYBRID, HybridSizes
 from models.moe import MixtureOfExperts
 from models.qwen import read_sparse_layers, write_sparse_layers
@@ -156,12 +156,9 @@ _SPLIT_NAMES = (
     | {"delta_net.wz": "linear_attn.in_proj_z", "delta_net.wa": "linear_attn.in_proj_a"}
     | {"delta_net.wb": "linear_attn.in_proj_b"}
 )
-_SHARED_NAMES = {
-    "feed_forward.shared.w1": "mlp.shared_expert.gate_proj",
-    "feed_forward.shared.w2": "mlp.shared_expert.down_proj",
-    "feed_forward.shared.w3": "mlp.shared_expert.up_proj",
-}
-_MIXTURE = MIXTURE_NAMES | _SHARED_NAMES | {"feed_forward.shared_gate": "mlp.shared_expert_gate"}
+_MIXTURE = (
+    MIXTURE_NAMES | shared_expert_names("mlp.shared_expert") | {"feed_forward.shared_gate": "mlp.shared_expert_gate"}
+)
 _DEFAULTS = {
     "linear_num_key_heads": 16,
     "linear_num_value_heads": 32,

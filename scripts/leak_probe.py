@@ -114,8 +114,8 @@ def reach(resolved: ResolvedRun, seq_len: int) -> int:
 
 @torch.no_grad()
 def slow_decay(model: nn.Module) -> None:
-    """Let states of recurrences decay by about 1 % with each token: what leaks from a state that decays fast is less than
-    rounding errors."""
+    """Let states of recurrences decay slowly (_DECAY_RATE): what leaks from a state that decays fast is less than rounding
+    errors."""
     for mixer in (module for module in model.modules() if isinstance(module, RecurrentMixer)):
         mixer.A_log.fill_(math.log(_DECAY_RATE))
 

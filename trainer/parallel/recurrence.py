@@ -9,12 +9,12 @@ numbers for each head, part and sample, where attention gathers the keys and val
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from models.affine_scan import AffineMaps
 from models.context import Context
 from models.delta_net import Carry, RecurrentKind
 from trainer.parallel.attention import AttentionBackend
+from trainer.parallel.context_parallel import all_gather_sequence
 from trainer.parallel.sample_layout import Replacement, SampleLayout
 
 _NO_DOCUMENT = -2
@@ -57,11 +57,7 @@ class ContextCarry(Carry):
     def all_parts(self, rows: Tensor) -> Tensor:
         """Gather a tensor of this rank's rows, (rows, ...). Return those of all parts in order, (parts, batch, ...). Backward
         sums the gradients over all ranks."""
-        own = rows.unflatten(0, (2, -1))[None].contiguous()
-        shards = DTensor.from_local(own, self.cp, [Shard(0)], run_check=False)
-        gathered = shards.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
-        head, tail = gathered.unbind(1)  # parts from the start, and from the end of the sequence, in order of rank
-        return torch.cat((head, tail.flip(0)))
+        return all_gather_sequence(rows.unflatten(0, (2, -1)).contiguous(), self.cp, dim=0)
 
     def own(self, parts: Tensor) -> Tensor:
         """Return this rank's rows, (rows, ...), of a tensor of at least all parts in order, (parts, batch, ...)."""

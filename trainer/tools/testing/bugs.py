@@ -194,6 +194,14 @@ def _tied_gradients_summed_twice() -> AbstractContextManager:
     return patch.object(PipelineStep, "_sum_tied_gradients", twice)
 
 
+def _has_boundaries(config: Config, resolved: ResolvedRun) -> bool:
+    return config.data.dataset == "chat"  # other samples may be one document each
+
+
+def _is_recurrent_with_boundaries(config: Config, resolved: ResolvedRun) -> bool:
+    return _is_recurrent(config, resolved) and _has_boundaries(config, resolved)
+
+
 def _is_recurrent(config: Config, resolved: ResolvedRun) -> bool:
     return resolved.structure.is_recurrent
 
@@ -295,7 +303,7 @@ BUGS = {
     "documents visible to each other under cp": Bug(
         ("cp=2 data.document_mask=true",),
         lambda: _after_init(Mask, lambda mask: setattr(mask, "by_document", False)),
-        applies=lambda config, resolved: config.data.dataset == "chat",  # other samples may have no boundary
+        applies=_has_boundaries,
         leaks=True,
     ),
     "window off by one under cp": Bug(
@@ -318,13 +326,13 @@ BUGS = {
     "state of a recurrence crosses documents": Bug(
         ("dp_shard=1 data.document_mask=true",),
         recurrence_bugs.state_not_reset,
-        applies=lambda config, resolved: _is_recurrent(config, resolved) and config.data.dataset == "chat",
+        applies=_is_recurrent_with_boundaries,
         leaks=True,
     ),
     "convolution reads other documents": Bug(
         ("dp_shard=1 data.document_mask=true",),
         recurrence_bugs.convolution_across_documents,
-        applies=lambda config, resolved: _is_recurrent(config, resolved) and config.data.dataset == "chat",
+        applies=_is_recurrent_with_boundaries,
         leaks=True,
     ),
     "convolution begins with zeros in each part of a sequence": Bug(
