@@ -43,7 +43,7 @@ from scripts.dev.continuations import print_continuations
 from scripts.dev.expert_layer import print_experts
 from scripts.dev.generation import print_generation
 from scripts.dev.mirror_cost import print_upload_cost
-from scripts.dev.peers import HYBRID, MODELS, TOLERANCES, print_peers, print_start
+from scripts.dev.peers import MODELS, TOLERANCES, print_peers, print_start
 from trainer.base.config import DataConfig, TokenizerConfig
 from trainer.base.config.argument_types import existing_folder, file_to_write, positive_float, positive_int
 from trainer.base.config.arguments import Arguments
@@ -266,7 +266,7 @@ def _parser() -> Arguments:
             "--folder", type=existing_folder, metavar="PATH", help="parent of the temporary folder that is written"
         )
     for command in (peers, start, generation, mirror):
-        names = [name for name in MODELS if name != HYBRID or command is peers]
+        names = [name for name, (family, *_) in MODELS.items() if family == "llama3" or command is peers]
         command.add_argument("--model", choices=names, default="58m", help="model, of a step also its batch")
     _add_peers_options(peers)
     for command in (experts, generation):

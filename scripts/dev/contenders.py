@@ -44,6 +44,7 @@ _NEVER = 10**9
 class Task:
     """The work of all contenders."""
 
+    family: str
     sizes: Sizes
     batch: int
     """Number of samples in a step."""
@@ -56,8 +57,6 @@ class Task:
     device: DeviceChoice
     folder: Path
     """Folder for tokens.npy and for the files that contenders write."""
-    family: str = "llama3"
-    """Model family of the sizes."""
 
     def rows(self) -> Iterator[Tensor]:
         """Yield the samples of each step, (batch, seq + 1)."""
@@ -97,7 +96,7 @@ class Task:
             **{
                 f"model.overrides.{name}": str(size).lower()
                 for name, size in asdict(self.sizes).items()
-                if debug[name] != size
+                if debug.get(name) != size
             },
         }
         defaults = self.folder / "defaults.toml"

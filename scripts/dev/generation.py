@@ -41,7 +41,7 @@ def print_generation(model: str, batch: int, threads: int, repeats: int, dtype: 
     """
     torch.set_num_threads(threads)
     torch.manual_seed(0)
-    sizes = MODELS[model][0]
+    sizes = MODELS[model][1]
     network = llama(sizes).to(DTYPES[dtype]).eval()
     for parameter in network.parameters():
         if parameter.dim() == 2:

@@ -33,7 +33,8 @@ from trainer.tools.testing.layouts import Table
 ROOT = Path(__file__).parents[2]
 _PLAIN_LOOP = "from scripts.dev.plain_loop import main; main()"
 
-HYBRID = "58m-hybrid"
+_58M_SIZES = LlamaSizes(dim=512, n_layers=8, n_heads=8, n_kv_heads=8, hidden_dim=1376, vocab_size=32000)
+_125M_SIZES = LlamaSizes(dim=768, n_layers=12, n_heads=12, n_kv_heads=12, hidden_dim=2048, vocab_size=32000)
 _HYBRID_SIZES = replace(
     FAMILIES["qwen3.5"].by_size["debug"],
     **{
@@ -48,12 +49,12 @@ _HYBRID_SIZES = replace(
     **{"linear_num_key_heads": 8, "linear_num_value_heads": 8, "linear_key_head_dim": 64, "linear_value_head_dim": 64},
 )
 MODELS = {
-    "58m": (LlamaSizes(dim=512, n_layers=8, n_heads=8, n_kv_heads=8, hidden_dim=1376, vocab_size=32000), 2, 512),
-    "125m": (LlamaSizes(dim=768, n_layers=12, n_heads=12, n_kv_heads=12, hidden_dim=2048, vocab_size=32000), 1, 512),
-    "1b": (FAMILIES["llama3.2"].by_size["1b"], 1, 4096),
-    HYBRID: (_HYBRID_SIZES, 1, 4096),
+    "58m": ("llama3", _58M_SIZES, 2, 512),
+    "125m": ("llama3", _125M_SIZES, 1, 512),
+    "1b": ("llama3", FAMILIES["llama3.2"].by_size["1b"], 1, 4096),
+    "58m-hybrid": ("qwen3.5", _HYBRID_SIZES, 1, 4096),
 }
-"""Name -> sizes, samples of a step, and tokens of a sample. "1b" needs a GPU. HYBRID is a Qwen3.5, the others are Llamas."""
+"""Name -> family, sizes, samples of a step, and tokens of a sample. "1b" needs a GPU."""
 
 TOLERANCES = {"fp32": 1e-4, "bf16": 5e-3}
 """Precision -> largest relative deviation of losses. In bf16, those of 58m differ by up to 2.7e-3 on CPUs with AMX."""
@@ -148,12 +149,11 @@ def print_peers(
         results: JSON file to write, or None.
         options: Further fields of Task.
     """
-    sizes, batch, seq = MODELS[model]
+    family, sizes, batch, seq = MODELS[model]
     contenders = contenders or [name for name in CONTENDERS if name != "kernels" or options["device"] == "cpu"]
     _check(contenders, options["device"])
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        family = "qwen3.5" if model == HYBRID else "llama3"
-        task = Task(sizes, batch, seq, folder=Path(folder), family=family, **options)
+        task = Task(family, sizes, batch, seq, folder=Path(folder), **options)
         write_tokens(task, steps * (repeats + 1))
         running = []
         for name in contenders:
@@ -211,9 +211,9 @@ def seconds_to_first_loss(command: Sequence[object]) -> float:
 
 def print_start(model: str, threads: int, repeats: int) -> None:
     """Run the plain loop's script and the trainer's in turn, and compare their times to the first loss."""
-    sizes, batch, seq = MODELS[model]
+    family, sizes, batch, seq = MODELS[model]
     with tempfile.TemporaryDirectory() as folder:
-        task = Task(sizes, batch, seq, threads, "fp32", compiled=False, device="cpu", folder=Path(folder))
+        task = Task(family, sizes, batch, seq, threads, "fp32", compiled=False, device="cpu", folder=Path(folder))
         write_tokens(task, steps=9)
         (task.folder / "sizes.json").write_text(json.dumps(asdict(sizes)))
         files = task.folder / "tokens.npy", task.folder / "sizes.json"

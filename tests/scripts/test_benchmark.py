@@ -25,7 +25,7 @@ from trainer.run.resolve import resolve
 def tiny_model(monkeypatch):
     """A model whose steps take milliseconds."""
     sizes = LlamaSizes(dim=64, n_layers=2, n_heads=4, n_kv_heads=4, hidden_dim=176, vocab_size=2048)
-    monkeypatch.setitem(MODELS, "tiny", (sizes, 1, 8))
+    monkeypatch.setitem(MODELS, "tiny", ("llama3", sizes, 1, 8))
 
 
 def lines_of(monkeypatch, capsys, *argv) -> list[list[str]]:
@@ -125,8 +125,8 @@ def test_impossible_contenders_are_an_error_of_one_line(words, line):
 
 @pytest.mark.parametrize("model", MODELS)
 def test_the_trainer_gets_the_sizes_of_the_other_contenders(model, tmp_path):
-    sizes, batch, seq = MODELS[model]
-    task = Task(sizes, batch, seq, 1, "fp32", compiled=False, device="cpu", folder=tmp_path)
+    family, sizes, batch, seq = MODELS[model]
+    task = Task(family, sizes, batch, seq, 1, "fp32", compiled=False, device="cpu", folder=tmp_path)
     (tmp_path / "tokens.npy").touch()
     assert resolve(load_config(task.flags()), 1).sizes == sizes
 
