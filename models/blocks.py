@@ -2,6 +2,7 @@
 
 from typing import ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from models.components import Norm
@@ -41,6 +42,33 @@ class PreNormBlock(Block):
     def forward(self, h: Tensor, context: Context) -> Tensor:
         h = h + self.mixer(self.attention_norm(h), context)
         return h + self.feed_forward(self.ffn_norm(h), context)
+
+
+class PredictionBlock(PreNormBlock):
+    """A block after the others for multi-token prediction (DeepSeek-AI 2024, arXiv:2412.19437, 2.2): from the hidden state of a
+    token and the embedding of the next one, it computes the hidden state that predicts the token after that."""
+
+    NAMES: ClassVar = {
+        "embedding_norm": "enorm",
+        "hidden_norm": "hnorm",
+        "projection": "eh_proj",
+        "prediction_norm": "shared_head.norm",
+    }
+    """Name of a module that other blocks do not have -> its name in DeepSeek's files."""
+    TENSOR: ClassVar = PreNormBlock.TENSOR | dict.fromkeys(NAMES, "norm") | {"projection": "token"}
+
+    def __init__(self, sizes: Sizes, norm: Norm, mixer: nn.Module, feed_forward: nn.Module):
+        super().__init__(sizes, norm, mixer, feed_forward)
+        self.embedding_norm = norm(sizes.dim)
+        self.hidden_norm = norm(sizes.dim)
+        self.projection = nn.Linear(2 * sizes.dim, sizes.dim, bias=False)
+        self.prediction_norm = norm(sizes.dim)
+
+    def forward(self, h: Tensor, context: Context) -> Tensor:
+        """h: embedding of the next token, and hidden state after the last norm, (batch, seq, 2 dim)."""
+        embedding, hidden = h.chunk(2, -1)
+        h = self.projection(torch.cat((self.embedding_norm(embedding), self.hidden_norm(hidden)), -1))
+        return self.prediction_norm(super().forward(h, context))
 
 
 class PostNormBlock(Block):

@@ -25,6 +25,9 @@ class Context(NamedTuple):
     """Positional encoding of the block's kind: result of LayerKind.rope. None outside the blocks, and in layers without one."""
     mask: Any = None
     """Mask of the block's kind, as its attention kernel takes it. None outside the blocks, and for causal attention."""
+    future: Tensor | None = None
+    """The next tokens, (batch, seq, prediction layers), int64: of a token, the one after it, the one after that, and so on. Only
+    their values within its document are used. None outside training."""
     dropout_keys: Tensor | None = None
     """Hash of each token, and of the block in a block, (batch, seq), int32. None without dropout of adapters."""
 

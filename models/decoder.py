@@ -5,14 +5,15 @@ Names are Meta's: tok_embeddings, layers.N.attention.wq, layers.N.feed_forward.w
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import ClassVar
 
+import torch
 from torch import Generator, Tensor, nn
 
 from models.attention import Attention
-from models.blocks import PreNormBlock
+from models.blocks import PredictionBlock, PreNormBlock
 from models.components import FeedForward, Norm, OffsetRMSNorm, Output
 from models.context import Context
 from models.moe import MixtureOfExperts
@@ -43,7 +44,8 @@ class Decoder(nn.Module):
         """
         super().__init__()
         self.sizes = sizes
-        self.layer_kinds = sizes.layer_kinds
+        # Layers for multi-token prediction attend to all earlier tokens, in all families.
+        self.layer_kinds = (*sizes.layer_kinds, *("full",) * (sizes.prediction_layers or 0))
         kinds = sizes.kinds()
         self.kinds = {name: kinds[name] for name in dict.fromkeys(self.layer_kinds)}
         self.masks = nn.ModuleDict({name: kind.mask() for name, kind in self.kinds.items()})
@@ -57,18 +59,33 @@ class Decoder(nn.Module):
     def forward(self, tokens: Tensor, context: Context | None = None, head: Head | None = None) -> Tensor:
         """See models.spec.Model."""
         context = Context.of(tokens) if context is None else context
-        names = [self.layer_kinds[int(index)] for index in self.layers]  # kinds of this pipeline stage's layers
-        contexts = {name: self._context_of_kind(name, context) for name in dict.fromkeys(names)}
-        h = self.tok_embeddings(tokens)  # (batch, seq, dim)
-        for name, layer in zip(names, self.layers.values(), strict=True):
-            h = layer(h, contexts[name])
-        return self.output(self.norm(h), head)
+        names = {index: self.layer_kinds[int(index)] for index in self.layers}  # kinds of this pipeline stage's layers
+        contexts = {name: self._context_of_kind(name, context) for name in dict.fromkeys(names.values())}
+        # Later stages of a pipeline get the hidden state.
+        h = tokens if tokens.is_floating_point() else self.tok_embeddings(tokens)  # (batch, seq, dim)
+        for index, layer in self.layers.items():
+            if int(index) < self.sizes.n_layers:
+                h = layer(h, contexts[names[index]])
+        h = self.norm(h)
+        if context.future is not None:
+            h = self._with_predictions(h, context.future, contexts)
+        return self.output(h, head)
+
+    def _with_predictions(self, h: Tensor, future: Tensor, contexts: Mapping[str, Context]) -> Tensor:
+        """Return the hidden states that predict the next token, h, and those of each layer for multi-token prediction, one after
+        the other along the batch dim. future: see Context."""
+        states = [h]
+        for index, layer in self.layers.items():
+            if (depth := int(index) - self.sizes.n_layers) >= 0:
+                embedding = self.tok_embeddings(future[..., depth])
+                states.append(layer(torch.cat((embedding, states[-1]), -1), contexts[self.layer_kinds[int(index)]]))
+        return torch.cat(states)  # ((1 + layers) batch, seq, dim)
 
     def _context_of_kind(self, name: str, context: Context) -> Context:
         rope = self.kinds[name].rope
         angles = None if rope is None else rope(context.positions)
         mask = self.masks[name](context)  # it has read last_readers, so that compiled blocks need not know them
-        return context._replace(rope=angles, mask=mask, last_readers=None)
+        return context._replace(rope=angles, mask=mask, last_readers=None, future=None)
 
     def init_parameter(self, name: str, rows: Tensor, generator: Generator) -> None:
         """See models.spec.Model. Matrices are drawn from a normal distribution with variance 1 / (number of inputs)
@@ -105,11 +122,14 @@ class Decoder(nn.Module):
         """
         linear = sum(multiply_adds(self).values())
         mixers = sum(self.kinds[name].multiply_adds(seq_len) for name in self.layer_kinds) // seq_len
-        return 3 * 2 * (linear + mixers)
+        outputs = (self.sizes.prediction_layers or 0) * self.output.weight.numel()  # beside the first one
+        return 3 * 2 * (linear + mixers + outputs)
 
     def structure(self) -> Structure:
         """See models.spec.Model."""
         tied = self.output.weight is self.tok_embeddings.weight
+        predictions = self.sizes.prediction_layers or 0
+        joined = tied or predictions > 0
         divisible = [size for kind in self.kinds.values() for size in kind.HEADS]
         if any(isinstance(layer.feed_forward, FeedForward) for layer in self.layers.values()):
             divisible.append("hidden_dim")
@@ -119,8 +139,10 @@ class Decoder(nn.Module):
             blocks_path="layers",
             pre_blocks=("tok_embeddings",),
             post_blocks=("norm", "output"),
-            # With tied embeddings, the embedding and the output share a parameter, so both must be in one unit.
-            fsdp_units=(("tok_embeddings", "norm", "output"),) if tied else (("tok_embeddings",), ("norm", "output")),
+            # With tied embeddings, the embedding and the output share a parameter, so both must be in one unit. Multi-token
+            # prediction uses the embedding again before the output.
+            fsdp_units=(("tok_embeddings", "norm", "output"),) if joined else (("tok_embeddings",), ("norm", "output")),
+            num_predictions=predictions,
             tied=("tok_embeddings", "output") if tied else (),
             tensor=self.TENSOR,
             tp_divisible=tuple(dict.fromkeys(divisible)),
@@ -135,16 +157,21 @@ def pre_norm_decoder(
     sizes: Sizes,
     mixer: Callable[[LayerKind], nn.Module] | None = None,
     feed_forward: Callable[[int], nn.Module] | None = None,
+    norm_class: type[nn.RMSNorm] = nn.RMSNorm,
 ) -> Decoder:
-    """Return a decoder of pre-norm blocks with RMSNorm.
+    """Return a decoder of pre-norm blocks.
 
     Args:
         mixer: Function (kind) that builds the mixer of a layer. None: Attention without norms of queries and keys.
         feed_forward: Function (index) that builds the feed-forward layer. None: FeedForward.
+        norm_class: Class of the norms outside the mixers.
     """
-    norm = partial(nn.RMSNorm, eps=sizes.norm_eps)
+    norm = partial(norm_class, eps=sizes.norm_eps)
     build_mixer = mixer or partial(Attention, sizes.dim)
     build_feed_forward = feed_forward or (lambda index: FeedForward(sizes.dim, sizes.hidden_dim))
-    return Decoder(
-        sizes, norm, lambda index, kind: PreNormBlock(sizes, norm, build_mixer(kind), build_feed_forward(index))
-    )
+
+    def block(index: int, kind: LayerKind) -> PreNormBlock:
+        block_class = PreNormBlock if index < sizes.n_layers else PredictionBlock
+        return block_class(sizes, norm, build_mixer(kind), build_feed_forward(index))
+
+    return Decoder(sizes, norm, block)

@@ -1,7 +1,6 @@
 """DeepSeek-V3 (DeepSeek-AI 2024, arXiv:2412.19437), and models of the same architecture: Moonlight (Liu et al. 2025,
 arXiv:2502.16982) and Kimi K2 (Kimi Team 2025, arXiv:2507.20534). Attention with compressed queries, keys and values, and mixtures
-of experts whose load is balanced by a correction of the router's scores. Dimensions: config.json of the published models. The
-head for multi-token prediction is not part of the model."""
+of experts whose load is balanced by a correction of the router's scores. Dimensions: config.json of the published models."""
 
 import math
 from dataclasses import dataclass, replace
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from models.attention import AttentionKind, attention_kernel
+from models.blocks import PredictionBlock
 from models.components import FeedForward
 from models.config_json import Config, first
 from models.context import Context
@@ -21,15 +21,17 @@ from models.gguf import Gguf, HeadRows, Keys
 from models.huggingface import MIXTURE_NAMES, HuggingFace, shared_expert_names
 from models.moe import CorrectedRouter, MixtureOfExperts
 from models.rope import YarnRope, rotate_halves, rotate_pairs, without_rotation
-from models.sizes import DEBUG, DEBUG_EXPERTS, GroupedMixtureSizes, Sizes, text_of
+from models.sizes import DEBUG, DEBUG_EXPERTS, GroupedMixtureSizes, PredictionSizes, text_of
 from models.spec import ModelSpec, SizeError
 
+PREDICTION_KEY = "num_nextn_predict_layers"
+"""Key in config.json of the number of layers for multi-token prediction."""
 _LATENT_EPS = 1e-6
 """Constant of the norms of compressed queries, keys and values. The published code has no setting for it."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeepSeekSizes(GroupedMixtureSizes):
+class DeepSeekSizes(PredictionSizes, GroupedMixtureSizes):
     """`head_dim` is the number of rotated dims of a head's queries and keys."""
 
     ROPE_TYPES: ClassVar = ("default", "yarn")
@@ -138,7 +140,7 @@ class LatentAttention(nn.Module):
 
 def sparse_or_dense(sizes: GroupedMixtureSizes, index: int) -> nn.Module:
     """Return the feed-forward layer of a block, which is given by its index."""
-    if not sizes.all_sparse_layers[index]:
+    if index < sizes.n_layers and not sizes.all_sparse_layers[index]:
         return FeedForward(sizes.dim, sizes.hidden_dim)
     return MixtureOfExperts(sizes, CorrectedRouter(sizes), shared=FeedForward(sizes.dim, sizes.shared_dim))
 
@@ -174,18 +176,28 @@ def _read(config: Config) -> Config:
     sparse, rotated = read_leading_dense(config, 3), config["qk_rope_head_dim"]
     if config.get("head_dim") not in (None, rotated):
         raise ValueError(f"head_dim {text_of(config['head_dim'])} must be qk_rope_head_dim {text_of(rotated)}")
-    return {**config, "sparse_layers": sparse}
+    return {**config, "sparse_layers": sparse, **read_prediction(config, 1)}
 
 
 def write_leading_dense(sizes: GroupedMixtureSizes) -> dict[str, Any]:
-    """Inverse of read_leading_dense, without layers for multi-token prediction."""
-    return {"first_k_dense_replace": sizes.all_sparse_layers.index(True), "num_nextn_predict_layers": 0}
+    """Inverse of read_leading_dense."""
+    return {"first_k_dense_replace": sizes.all_sparse_layers.index(True)}
 
 
-def prediction_layers(config: Config, sizes: Sizes) -> tuple[str, ...]:
-    """Return the modules for multi-token prediction in the files, which follow the layers."""
-    count = number_of_layers(config, "num_nextn_predict_layers", 1)
-    return tuple(f"model.layers.{sizes.n_layers + i}" for i in range(count))
+def read_prediction(config: Config, default: int, key: str = PREDICTION_KEY) -> dict[str, Any]:
+    """Return the number of layers for multi-token prediction, as a size. Raises ValueError.
+
+    Args:
+        config: Content of config.json.
+        default: Their number if the file does not have it.
+        key: Its key.
+    """
+    return {"prediction_layers": number_of_layers(config, key, default) or None}
+
+
+def write_prediction(sizes: PredictionSizes, key: str = PREDICTION_KEY) -> dict[str, Any]:
+    """Inverse of read_prediction."""
+    return {key: sizes.prediction_layers or 0}
 
 
 def _gguf_fixed(sizes: DeepSeekSizes) -> Keys:
@@ -250,7 +262,9 @@ ROUTED_KEYS = {
     "weight_scale": "routed_scaling_factor",
 }
 """Size of a mixture of experts -> its key in config.json."""
-ROUTED_ALIASES = {"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"}
+ROUTED_ALIASES = {"num_local_experts": "n_routed_experts", "num_mtp_layers": PREDICTION_KEY}
+PREDICTION_COPIES = {"embed_tokens": "tok_embeddings", "shared_head.head": "output"}
+"""Module of a layer for multi-token prediction in the files -> module of the model whose matrix it repeats."""
 LATENT_NAMES = CORRECTED_NAMES | {
     "attention.wq_a": "self_attn.q_a_proj",
     "attention.q_norm": "self_attn.q_a_layernorm",
@@ -279,7 +293,7 @@ _SIZES = {
         vocab_size=129280, n_experts=256, experts_per_token=8, expert_hidden_dim=2048,
         n_shared_experts=1, n_groups=8, groups_per_token=4, weight_scale=2.5, q_lora_rank=1536,
         kv_lora_rank=512, qk_nope_head_dim=128, v_head_dim=128, rope_factor=40.0, **_YARN,
-        sparse_layers=(False,) * 3 + (True,) * 58,
+        sparse_layers=(False,) * 3 + (True,) * 58, prediction_layers=1,
     ),
     "kimi-k2-1t": DeepSeekSizes(
         dim=7168, n_layers=61, n_heads=64, n_kv_heads=64, head_dim=64, hidden_dim=18432,
@@ -316,12 +330,12 @@ DEEPSEEK_V3 = ModelSpec(
             "num_attention_heads": 128,
         },
         read=_read,
-        write=write_leading_dense,
+        write=lambda sizes: write_leading_dense(sizes) | write_prediction(sizes),
         size_keys=ROUTED_KEYS | {"head_dim": "qk_rope_head_dim"},
         aliases=ROUTED_ALIASES,
-        omitted=("sparse_layers",),
-        names=LATENT_NAMES,
-        ignored=prediction_layers,
+        omitted=("sparse_layers", "prediction_layers"),
+        names=LATENT_NAMES | PredictionBlock.NAMES,
+        prediction_copies=PREDICTION_COPIES,
     ),
     gguf=Gguf(
         architecture="deepseek2",

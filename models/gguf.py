@@ -140,6 +140,8 @@ def remarks(gguf: Gguf, sizes: Any) -> Iterator[str]:
     if window is not None and not gguf.has_windows:
         what = f"llama.cpp computes no windows for the architecture {gguf.architecture}"
         yield f"window {window}: {what}, so it is the longest context of the file"
+    if sizes.prediction_layers:
+        yield f"prediction_layers {sizes.prediction_layers}: left out, because llama.cpp does not use them"
     yield from gguf.remarks(sizes)
 
 

@@ -8,25 +8,28 @@ from typing import ClassVar
 from torch import nn
 
 from models.attention import Attention, AttentionKind
+from models.blocks import PredictionBlock
 from models.config_json import Config, first, rope_object
 from models.decoder import Decoder, pre_norm_decoder
 from models.deepseek import (
     CORRECTED_NAMES,
+    PREDICTION_COPIES,
     ROUTED_ALIASES,
     ROUTED_KEYS,
-    prediction_layers,
     read_leading_dense,
+    read_prediction,
     require_leading_dense,
     sparse_or_dense,
     write_leading_dense,
+    write_prediction,
 )
 from models.huggingface import HuggingFace
-from models.sizes import DEBUG, DEBUG_EXPERTS, GroupedMixtureSizes
+from models.sizes import DEBUG, DEBUG_EXPERTS, GroupedMixtureSizes, PredictionSizes
 from models.spec import ModelSpec
 
 
 @dataclass(frozen=True, kw_only=True)
-class GlmSizes(GroupedMixtureSizes):
+class GlmSizes(PredictionSizes, GroupedMixtureSizes):
     ROPE_TYPES: ClassVar = ("default", "linear", "yarn")
     norm_eps: float = 1e-5
     attention_bias: bool = False
@@ -55,12 +58,13 @@ def glm(sizes: GlmSizes) -> Decoder:
 
 def _read(config: Config) -> Config:
     rotated = first(rope_object(config).get("partial_rotary_factor"), config.get("partial_rotary_factor"), 0.5)
-    return {**config, "sparse_layers": read_leading_dense(config, 1), "partial_rotary_factor": rotated}
+    others = {"sparse_layers": read_leading_dense(config, 1), "partial_rotary_factor": rotated}
+    return {**config, **others, **read_prediction(config, 1)}
 
 
 _glm = partial(
     GlmSizes, n_heads=96, n_kv_heads=8, head_dim=128, vocab_size=151552, rope_theta=1e6, attention_bias=True,
-    experts_per_token=8, n_shared_experts=1,
+    experts_per_token=8, n_shared_experts=1, prediction_layers=1,
 )  # fmt: skip
 _SIZES = {
     "debug": GlmSizes(
@@ -101,12 +105,12 @@ GLM_4_5 = ModelSpec(
             "max_position_embeddings": 131072,
         },
         read=_read,
-        write=write_leading_dense,
+        write=lambda sizes: write_leading_dense(sizes) | write_prediction(sizes),
         size_keys=ROUTED_KEYS,
         aliases=ROUTED_ALIASES,
-        omitted=("sparse_layers",),
-        names=CORRECTED_NAMES,
-        ignored=prediction_layers,
+        omitted=("sparse_layers", "prediction_layers"),
+        names=CORRECTED_NAMES | PredictionBlock.NAMES,
+        prediction_copies=PREDICTION_COPIES,
     ),
     gguf=None,
 )

@@ -106,9 +106,12 @@ class HuggingFace:
     """Part of a tensor's name -> this part in other files of the family, such as those that transformers writes."""
     module_names: Mapping[str, str] = field(default_factory=dict)
     """Part of a name in the files -> this part in the name of transformers' module, which peft's files contain."""
-    ignored: Callable[[Config, Any], Collection[str]] = lambda config, sizes: ()
-    """Function (config.json, sizes) -> modules in Hugging Face's format that are not part of the model, but whose tensors may be
-    in its files."""
+    prediction_names: Mapping[str, str] = field(default_factory=dict)
+    """Beginning of a tensor's name inside the layer for multi-token prediction, "" for any -> beginning of its name in the files,
+    where this layer is not the one after the others. The first that fits counts."""
+    prediction_copies: Mapping[str, str] = field(default_factory=dict)
+    """Module inside a layer for multi-token prediction in the files -> module of the model whose weight it repeats. Copies are
+    written, but not read."""
     stacks: Mapping[str, StoredStack] = field(default_factory=dict)
     """Name of a stacked parameter -> its place, if the stored tensor is stacked too. Names inside a block are relative to it."""
     quantizations: Collection[str] = ()

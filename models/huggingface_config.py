@@ -2,7 +2,7 @@
 
 import re
 import types
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import MISSING, Field, fields
 from typing import Any, get_args
@@ -28,12 +28,6 @@ def read_sizes(hf: HuggingFace, config: Config) -> Any:
         raise ValueError(f"per_layer_config {text_of(per_layer)}: this model supports no sizes of single layers")
     with _own_keys(hf, config) as own_config:
         return _read_sizes(hf, own_config)
-
-
-def skipped_modules(hf: HuggingFace, config: Config, sizes: Any) -> Collection[str]:
-    """Return the modules in Hugging Face's format that are not read, see `ignored`. Raises ValueError."""
-    with _own_keys(hf, config) as own_config:
-        return hf.ignored(own_config, sizes)
 
 
 def _read_sizes(hf: HuggingFace, config: Config) -> Any:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from models.huggingface import HuggingFace, StoredStack
+from models.sizes import Sizes
 
 TEXT_MODEL = "model"
 """Name of the text model among the modules of transformers' classes for models without other modalities."""
@@ -33,7 +34,8 @@ def by_matrix(hf: HuggingFace, parameters: Mapping[str, Tensor]) -> dict[str, Te
 
 
 def stored_name(hf: HuggingFace, matrix: str) -> str:
-    """Return the name of the stored tensor that contains a matrix: a parameter, or `name@expert` of a stack."""
+    """Return the name of the stored tensor that contains a matrix: a parameter, or `name@expert` of a stack. See name_in_files
+    for layers for multi-token prediction."""
     parameter, _, expert = matrix.partition("@")
     prefix, module, leaf = _split(parameter)
     if (stack := stack_of(hf, parameter)) is not None:
@@ -43,6 +45,32 @@ def stored_name(hf: HuggingFace, matrix: str) -> str:
     else:
         stored = hf.names.get(f"{module}.{leaf}") or f"{hf.names[module]}.{leaf}"
     return f"model.{prefix}{stored}" if prefix else stored
+
+
+def name_in_files(hf: HuggingFace, sizes: Sizes, stored: str) -> str:
+    """Return the name in the files of a tensor that `stored_name` calls so."""
+    return _with_other_beginning(_prediction_names(hf, sizes), stored)
+
+
+def name_from_files(hf: HuggingFace, sizes: Sizes, name: str) -> str:
+    """Inverse of `name_in_files`."""
+    return _with_other_beginning({stored: own for own, stored in _prediction_names(hf, sizes).items()}, name)
+
+
+def _prediction_names(hf: HuggingFace, sizes: Sizes) -> dict[str, str]:
+    """Return beginning of a name, as `stored_name` returns it -> that in the files, where they differ."""
+    names = hf.prediction_names if sizes.prediction_layers else {}
+    return {f"model.layers.{sizes.n_layers}.{inner}": stored for inner, stored in names.items()}
+
+
+def _with_other_beginning(beginnings: Mapping[str, str], name: str) -> str:
+    return next((new + name.removeprefix(old) for old, new in beginnings.items() if name.startswith(old)), name)
+
+
+def prediction_copies(hf: HuggingFace, sizes: Sizes) -> dict[str, str]:
+    """Return module in the files -> module of the model whose weight it repeats, of all layers for multi-token prediction."""
+    layers = range(sizes.n_layers, sizes.n_layers + (sizes.prediction_layers or 0))
+    return {f"model.layers.{i}.{copy}": module for i in layers for copy, module in hf.prediction_copies.items()}
 
 
 def own_names(hf: HuggingFace, keys: Mapping[str, str], matrices: Iterable[str]) -> dict[str, str]:
@@ -181,7 +209,7 @@ def text_name(name: str) -> str | None:
         if name.startswith(prefix):
             inner = name.removeprefix(prefix)
             return inner if inner.startswith(("model.", "lm_head.")) else f"model.{inner}"
-    return name if name.startswith("lm_head.") else None
+    return name if name.startswith(("lm_head.", "mtp.")) else None
 
 
 def permute_to_hf(rows: Tensor, head_dim: int) -> Tensor:

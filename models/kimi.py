@@ -23,6 +23,7 @@ class KimiLinearSizes(TypedLayers, DeepSeekSizes):
     """`head_dim` is the number of a head's dims of queries and keys that all heads share. They are not rotated."""
 
     ROPE_TYPES: ClassVar = ("default",)
+    MAX_PREDICTION_LAYERS: ClassVar = 0
     GROWING: ClassVar = (*DeepSeekSizes.GROWING, "linear_num_heads")
     norm_eps: float = 1e-5
     layer_types: tuple[Literal["linear", "full"], ...] = ("linear", "linear", "linear", "full")
@@ -195,7 +196,7 @@ KIMI_LINEAR = ModelSpec(
             "n_shared_experts": "num_shared_experts",
             "model_max_length": "max_position_embeddings",
         },
-        omitted=("sparse_layers", "rope_interleave"),
+        omitted=("sparse_layers", "rope_interleave", "prediction_layers"),
         names=_NAMES,
         stored_shapes={"kda.A_log": (1, 1, -1, 1)},
         other_names={".mlp.": f".{_MIXTURE}."},  # transformers 5.24 writes dense layers so

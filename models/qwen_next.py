@@ -9,23 +9,25 @@ from typing import ClassVar
 from torch import Tensor, nn
 
 from models.attention import Attention, AttentionKind
-from models.blocks import PreNormBlock
+from models.blocks import PredictionBlock
 from models.components import FeedForward, Gate, OffsetRMSNorm
 from models.config_json import Config, first, rope_object, with_layer_types, write_layer_types
 from models.context import Context
-from models.decoder import Decoder
+from models.decoder import Decoder, pre_norm_decoder
+from models.deepseek import PREDICTION_KEY, read_prediction, write_prediction
 from models.delta_net import GatedDeltaNet, RecurrentMixer
 from models.huggingface import MIXTURE_NAMES, NAMES, HuggingFace, shared_expert_names
 from models.hybrid import DEBUG_HYBRID, HybridSizes
 from models.moe import MixtureOfExperts
 from models.qwen import read_sparse_layers, write_sparse_layers
-from models.sizes import DEBUG, DEBUG_EXPERTS, MixtureSizes, PartlySparseSizes, require
+from models.sizes import DEBUG, DEBUG_EXPERTS, MixtureSizes, PartlySparseSizes, PredictionSizes, require
 from models.spec import LayerKind, ModelSpec
 
 
 @dataclass(frozen=True, kw_only=True)
-class Qwen35Sizes(HybridSizes):
+class Qwen35Sizes(PredictionSizes, HybridSizes):
     ROPE_TYPES: ClassVar = ("default",)
+    MAX_PREDICTION_LAYERS: ClassVar = 1  # in the files, all would share projections and norms
     norm_eps: float = 1e-6
     rope_theta: float = 1e7
     attention_bias: bool = False
@@ -103,16 +105,17 @@ class GatedSharedExpert(MixtureOfExperts):
 
 
 def _decoder(sizes: Qwen35Sizes, delta_net: type[GatedDeltaNet]) -> Decoder:
-    norm = partial(OffsetRMSNorm, eps=sizes.norm_eps)
-
-    def block(index: int, kind: LayerKind) -> PreNormBlock:
+    def mixer(kind: LayerKind) -> nn.Module:
         is_attention = isinstance(kind, AttentionKind)
-        mixer = GatedAttention(sizes, kind) if is_attention else delta_net(sizes.dim, kind, sizes.norm_eps)
-        is_sparse = isinstance(sizes, MixtureSizes) and sizes.all_sparse_layers[index]
-        feed_forward = GatedSharedExpert(sizes) if is_sparse else FeedForward(sizes.dim, sizes.hidden_dim)
-        return PreNormBlock(sizes, norm, mixer, feed_forward)
+        return GatedAttention(sizes, kind) if is_attention else delta_net(sizes.dim, kind, sizes.norm_eps)
 
-    return Decoder(sizes, norm, block)
+    def feed_forward(index: int) -> nn.Module:
+        has_experts = isinstance(sizes, MixtureSizes)
+        if has_experts and (index >= sizes.n_layers or sizes.all_sparse_layers[index]):
+            return GatedSharedExpert(sizes)
+        return FeedForward(sizes.dim, sizes.hidden_dim)
+
+    return pre_norm_decoder(sizes, mixer, feed_forward, OffsetRMSNorm)
 
 
 def qwen_next(sizes: QwenNextSizes) -> Decoder:
@@ -123,12 +126,12 @@ def qwen35(sizes: Qwen35Sizes) -> Decoder:
     return _decoder(sizes, GatedDeltaNet)
 
 
-def _read(config: Config) -> Config:
-    """Return the configuration with the types of all layers."""
+def _read(config: Config, key: str) -> Config:
+    """Return the configuration with the types of all layers. key: of the number of layers for multi-token prediction."""
     interval = first(config.get("full_attention_interval"), 4)
     require("full_attention_interval", interval, int)
     rotated = first(rope_object(config).get("partial_rotary_factor"), config.get("partial_rotary_factor"), 0.25)
-    config = {**config, "partial_rotary_factor": rotated}
+    config = {**config, "partial_rotary_factor": rotated, **read_prediction(config, 1, key)}
     return with_layer_types(config, lambda i: (i + 1) % interval != 0, "linear")
 
 
@@ -159,6 +162,14 @@ _SPLIT_NAMES = (
 _MIXTURE = (
     MIXTURE_NAMES | shared_expert_names("mlp.shared_expert") | {"feed_forward.shared_gate": "mlp.shared_expert_gate"}
 )
+_PREDICTION_KEY = "mtp_num_hidden_layers"
+_PREDICTION_NAMES = {
+    "enorm.": "mtp.pre_fc_norm_embedding.",
+    "hnorm.": "mtp.pre_fc_norm_hidden.",
+    "eh_proj.": "mtp.fc.",
+    "shared_head.norm.": "mtp.norm.",
+    "": "mtp.layers.0.",
+}
 _DEFAULTS = {
     "linear_num_key_heads": 16,
     "linear_num_value_heads": 32,
@@ -169,7 +180,7 @@ _DEFAULTS = {
     "max_position_embeddings": 32768,
 }
 _HEADS = dict(head_dim=256, linear_num_key_heads=16, linear_key_head_dim=128, linear_value_head_dim=128)
-_next = partial(QwenNextSizes, **_HEADS, vocab_size=151936)
+_next = partial(QwenNextSizes, **_HEADS, vocab_size=151936, prediction_layers=1)
 _next_sizes = {
     "debug": QwenNextSizes(
         **DEBUG | DEBUG_HYBRID | DEBUG_EXPERTS | {"hidden_dim": 352}, expert_hidden_dim=96,
@@ -191,17 +202,17 @@ QWEN3_NEXT = ModelSpec(
         | {"hidden_size": 2048, "intermediate_size": 5632, "num_attention_heads": 16, "num_key_value_heads": 2}
         | {"num_experts": 512, "num_experts_per_tok": 10, "moe_intermediate_size": 512}
         | {"shared_expert_intermediate_size": 512},
-        read=lambda config: read_sparse_layers(_read(config)),
-        write=lambda sizes: _write(sizes) | write_sparse_layers(sizes),
+        read=lambda config: read_sparse_layers(_read(config, PREDICTION_KEY)),
+        write=lambda sizes: _write(sizes) | write_sparse_layers(sizes) | write_prediction(sizes),
         aliases={"num_local_experts": "num_experts"},
-        omitted=("sparse_layers",),
-        names=_MIXTURE | _GROUPED_NAMES,
-        ignored=lambda config, sizes: ("mtp",),
+        omitted=("sparse_layers", "prediction_layers"),
+        names=_MIXTURE | _GROUPED_NAMES | PredictionBlock.NAMES,
+        prediction_names=_PREDICTION_NAMES,
     ),
     gguf=None,
 )
 
-_35 = partial(Qwen35Sizes, **_HEADS, vocab_size=248320)
+_35 = partial(Qwen35Sizes, **_HEADS, vocab_size=248320, prediction_layers=1)
 _small = partial(_35, n_layers=24, n_heads=8, n_kv_heads=2, linear_num_value_heads=16, tied_embeddings=True)
 _large = partial(_35, n_layers=32, n_heads=16, n_kv_heads=4, linear_num_value_heads=32)
 QWEN3_5 = ModelSpec(
@@ -219,10 +230,11 @@ QWEN3_5 = ModelSpec(
         architecture="Qwen3_5ForCausalLM",
         sizes_type=Qwen35Sizes,
         defaults=_DEFAULTS | {"hidden_size": 4096, "intermediate_size": 12288, "num_key_value_heads": 4},
-        read=_read,
-        write=_write,
-        names=NAMES | _SPLIT_NAMES,
-        ignored=lambda config, sizes: ("mtp",),
+        read=partial(_read, key=_PREDICTION_KEY),
+        write=lambda sizes: _write(sizes) | write_prediction(sizes, _PREDICTION_KEY),
+        omitted=("prediction_layers",),
+        names=NAMES | _SPLIT_NAMES | PredictionBlock.NAMES,
+        prediction_names=_PREDICTION_NAMES,
     ),
     gguf=None,
 )

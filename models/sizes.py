@@ -59,6 +59,8 @@ class Sizes:
     """Sizes of an extension that the family uses without an extension too."""
     GROWING: ClassVar[tuple[str, ...]] = ("dim", "n_heads", "n_kv_heads", "hidden_dim")
     """Sizes that are in proportion to dim in wider models (models/width.py). Heads keep their width."""
+    prediction_layers: ClassVar[int | None] = None
+    """See PredictionSizes. Other families have none."""
     dim: int
     n_layers: int
     n_heads: int
@@ -99,6 +101,10 @@ class Sizes:
     def for_seq_len(self, seq_len: int) -> Self:
         """Return the sizes for sequences of this length."""
         return self
+
+    def without_prediction(self) -> Self:
+        """Return the sizes of the model without layers for multi-token prediction."""
+        return replace(self, prediction_layers=None) if self.prediction_layers else self
 
     def of_width(self, dim: int) -> dict[str, int]:
         """Return the sizes that grow, of a model of another dim. Raises SizeError if one would not be an integer."""
@@ -229,6 +235,21 @@ class WindowedSizes(DecoderSizes):
         return ("full" if self.window is None else "sliding",) * self.n_layers
 
 
+@dataclass(frozen=True, kw_only=True)
+class PredictionSizes(Sizes):
+    """Sizes of a family that may have layers for multi-token prediction (PredictionBlock in models/blocks.py)."""
+
+    MAX_PREDICTION_LAYERS: ClassVar[int] = 16
+    prediction_layers: int | None = None
+    """Number of layers after the others, each of which predicts one token further. None: none."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (self.prediction_layers or 0) > self.MAX_PREDICTION_LAYERS:
+            message = f"prediction_layers {self.prediction_layers} must be at most {self.MAX_PREDICTION_LAYERS}"
+            raise SizeError(message, "prediction_layers")
+
+
 class TypedLayers:
     """Part of the sizes of a family whose layers are of several types: `layer_types`, which is repeated up to n_layers."""
 
@@ -286,7 +307,7 @@ class MixtureSizes(DecoderSizes):
 
     @property
     def all_sparse_layers(self) -> tuple[bool, ...]:
-        """Whether each layer is a mixture of experts."""
+        """Whether each layer is a mixture of experts. Those for multi-token prediction, which all are, are not listed."""
         return (True,) * self.n_layers
 
 

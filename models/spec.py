@@ -158,6 +158,9 @@ class Structure:
     """Names of the modules after the blocks, in order. The head is an argument of the last module's forward."""
     fsdp_units: tuple[tuple[str, ...], ...]
     """Names of modules outside the blocks, in groups. Each group is sharded and gathered as one unit."""
+    num_predictions: int = 0
+    """Number of the last blocks that are layers for multi-token prediction. They follow the modules after the other blocks, and
+    use the first module before the blocks again, the embedding."""
     tied: tuple[str, ...]
     """Names of a module before and of one after the blocks that share their weight, which is named after the first. Empty: none
     do."""
@@ -174,6 +177,13 @@ class Structure:
     """Names of the masks, and descriptions of the mixers that use them."""
     layer_kinds: tuple[str, ...]
     """Kind of each block, a key of `kinds`."""
+
+    @property
+    def table(self) -> str:
+        """Name of a module before the blocks whose weight the last stage of a pipeline has too, or ""."""
+        if self.tied:
+            return self.tied[0]
+        return self.pre_blocks[0] if self.num_predictions else ""
 
     @property
     def is_recurrent(self) -> bool:

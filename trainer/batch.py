@@ -16,7 +16,8 @@ class Batch(NamedTuple):
 
     tokens: Tensor
     labels: Tensor
-    """The token that follows each position, or IGNORE_INDEX."""
+    """The token that follows each position, or IGNORE_INDEX. With `future`, (batch, seq, 1 + prediction layers): also those after
+    that."""
     positions: Tensor
     documents: Tensor
     """Index of each token's document, -1 at positions outside all documents. If attention ignores document boundaries, all tokens
@@ -29,6 +30,8 @@ class Batch(NamedTuple):
     """Log-probability of each document's targets under the reference model, in fp32, at the document's first token. Other
     positions are zero. None if the loss needs no reference."""
     last_readers: Tensor | None = None
+    """See Context."""
+    future: Tensor | None = None
     """See Context."""
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "Batch":

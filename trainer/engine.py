@@ -14,8 +14,9 @@ from trainer.adapters.apply import apply_lora
 from trainer.adapters.nf4 import quantized_weights
 from trainer.base.config import Config
 from trainer.batch import Batch
-from trainer.objective.cross_entropy import CrossEntropy, CrossEntropyWithZLoss
+from trainer.objective.cross_entropy import CrossEntropy
 from trainer.objective.objective import Objective, require_complete
+from trainer.objective.prediction import with_future
 from trainer.objective.preference import Preference
 from trainer.optim.optimizer import Optimizer, optimizer_class
 from trainer.optim.weight_average import WeightAverage
@@ -28,7 +29,7 @@ from trainer.parallel.mesh import Meshes
 from trainer.parallel.parallelize import parallelize
 from trainer.parallel.pipeline import PipelineStep
 from trainer.parallel.sample_layout import SampleLayout
-from trainer.parallel.stages import Stage, share_tied_table, stages_of_rank, tied_peer
+from trainer.parallel.stages import Stage, peer_of_table, share_table, stages_of_rank
 from trainer.parallel.step import SpmdStep, Step, count_terms
 from trainer.parallel.unsharded import GradientAccumulator
 from trainer.resilience.guard import StabilityGuard
@@ -72,20 +73,14 @@ def build_model_parts(
     )
 
 
-def _table_of(resolved: ResolvedRun) -> str:
-    """Return the name of the embedding table, which is also the output weight."""
-    return f"{resolved.structure.tied[0]}.weight"
-
-
 def build_objective(config: Config, resolved: ResolvedRun, meshes: Meshes, evaluates: bool = False) -> Objective:
-    """Return the objective that the settings select. evaluates: for evaluations, which report no z-loss."""
+    """Return the objective that the settings select. evaluates: for evaluations, which report the cross-entropy only."""
     training = config.training
     if config.preference.enabled:
         cp_group = meshes.data["cp"].get_group()
         return Preference(config.preference, training.seq_len, cp_group, training.loss_chunk_tokens, resolved.compiled)
-    if training.z_loss and not evaluates:
-        return CrossEntropyWithZLoss(training.loss_chunk_tokens, resolved.compiled, training.z_loss)
-    return CrossEntropy(training.loss_chunk_tokens, resolved.compiled)
+    others = {} if evaluates else {"z_loss": training.z_loss, "prediction_weight": training.prediction_weight}
+    return CrossEntropy(training.loss_chunk_tokens, resolved.compiled, **others)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,11 +121,13 @@ class Engine:
         require_complete(objective)
         self.config, self.device, self.objective = config, device, objective
         self.width_ratio, self.saved_names = resolved.optimizer.width_ratio, resolved.saved_names
-        self.model_parts = model_parts
+        self.model_parts, self.num_predictions = model_parts, resolved.structure.num_predictions
         self._allocate()
-        share_tied_table(model_parts, resolved.structure)
-        self.tied_peer = tied_peer(model_parts, config.parallel) if resolved.structure.tied else None
-        """The rank of the pipeline that has the same embedding table, as the output weight or as the embedding, or None."""
+        share_table(model_parts, resolved.structure)
+        self.table = f"{table}.weight" if (table := resolved.structure.table) else ""
+        """Name of the embedding table, if the first and the last stage of a pipeline have it, or ""."""
+        self.peer_of_table = peer_of_table(model_parts, config.parallel) if table else None
+        """The rank of the pipeline that has the table too, or None."""
         self.parameters = {name: p for part in model_parts.values() for name, p in part.named_parameters()}
         self.weights = {name: w for part in model_parts.values() for name, w in saved_weights(part).items()}
         """The parameters and buffers of this rank by name."""
@@ -188,8 +185,8 @@ class Engine:
             num_microbatches=resolved.grad_accum,
             hidden=torch.empty(resolved.hidden_shape, dtype=dtype, device=self.device, requires_grad=True),
             pipeline_group=meshes.model["pp"].get_group(),
-            tied_table=None if self.tied_peer is None else self.parameters[_table_of(resolved)],
-            tied_peer=self.tied_peer,
+            table=None if self.peer_of_table is None else self.parameters[self.table],
+            peer_of_table=self.peer_of_table,
             **common,
         )
 
@@ -200,7 +197,7 @@ class Engine:
         if config.muon_dtype == "auto":
             config = replace(config, muon_dtype=self.config.training.compute_dtype)
         groups, ranks = resolved.optimizer.groups, resolved.dims.ranks_per_stage
-        copies = {} if self.tied_peer is None else {_table_of(resolved): 2}
+        copies = {} if self.peer_of_table is None else {self.table: 2}
         return optimizer_class(config)(self.parameters, config, groups, ranks, biases, meshes.stage, copies)
 
     def initialize(self, loaded: Collection[str]) -> None:
@@ -234,7 +231,7 @@ class Engine:
             self.expert_load.start_step(len(microbatches) * self.samples_per_microbatch)
         if self.config.optimizer.in_backward:
             on_before_update()
-        means = self.forward_backward(microbatches, num_terms)
+        means = self.forward_backward([with_future(b, self.num_predictions) for b in microbatches], num_terms)
         routing = {} if self.expert_load is None else self.expert_load.take()
         self.timer.start("clip")
         grad_norm, votes = self.optimizer.clip(self.config.training.max_norm, vote=stop)

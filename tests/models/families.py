@@ -247,7 +247,8 @@ def with_parameters_of(reference: transformers.PreTrainedModel, spec: ModelSpec,
 def model_of(family: str, index: int) -> Decoder:
     """Return our model with the same parameters as hf_model_of."""
     spec = MODELS[family]
-    return with_parameters_of(hf_model_of(family, index), spec, read_sizes(spec.huggingface, config_of(family, index)))
+    sizes = read_sizes(spec.huggingface, config_of(family, index)).without_prediction()
+    return with_parameters_of(hf_model_of(family, index), spec, sizes)
 
 
 def inputs(seq: int = SEQ) -> tuple[torch.Tensor, Context]:

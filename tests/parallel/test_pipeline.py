@@ -20,9 +20,9 @@ from trainer.parallel.stages import (
     _balance_stages,
     check_microbatches,
     partition_blocks,
-    share_tied_table,
+    peer_of_table,
+    share_table,
     stages_of_rank,
-    tied_peer,
 )
 from trainer.runtime.step_timer import StepTimer
 
@@ -203,9 +203,9 @@ def tied_tables(schedule, degrees):
     config = ParallelConfig(**{"dp_shard": 1, "pipeline_schedule": schedule} | degrees)
     model_parts, meshes = build_model_parts(TIED, config)
     structure = reference(TIED).structure()
-    share_tied_table(model_parts, structure)
+    share_table(model_parts, structure)
     parameters = {name: p for part in model_parts.values() for name, p in part.named_parameters()}
-    peer = tied_peer(model_parts, config)
+    peer = peer_of_table(model_parts, config)
     tokens, context = inputs(TIED, batch=1)
     batch = Batch(tokens, tokens.roll(-1, 1), context.positions, context.documents, context.samples)
     step = PipelineStep(
@@ -216,8 +216,8 @@ def tied_tables(schedule, degrees):
         objective=CrossEntropy(64, compiled=False),
         shard_sequence=lambda batch: batch,
         pipeline_group=meshes.model["pp"].get_group(),
-        tied_table=None if peer is None else parameters["tok_embeddings.weight"],
-        tied_peer=peer,
+        table=None if peer is None else parameters["tok_embeddings.weight"],
+        peer_of_table=peer,
         timer=StepTimer(torch.device("cpu")),
         batch_group=meshes.data["batch"].get_group(),
         loss_group=meshes.loss["loss"].get_group(),

@@ -89,7 +89,7 @@ class TextGenerator:
         folder = run_on_rank_0(partial(resolve_checkpoint, folder))
         weights = open_weights(folder, base, averaged=averaged)
         tokenizer, max_seq_len = load_model_tokenizer(weights), max_seq_len or weights.model.seq_len
-        sizes, ranks = weights.sizes.for_seq_len(max_seq_len), dist.get_world_size()
+        sizes, ranks = weights.sizes.without_prediction().for_seq_len(max_seq_len), dist.get_world_size()
         tp = tp or ranks
         if ranks % tp:
             raise ConfigError("", f"--tp {tp}: must divide the number of ranks, {ranks}")

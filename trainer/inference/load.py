@@ -67,7 +67,7 @@ def load_model(
         print_error(f"{checkpoint}: {why}")
     weights = open_weights(checkpoint, None if base is None else Path(base), True, averaged)
     tokenizer = load_model_tokenizer(weights)
-    sizes = weights.sizes.for_seq_len(max_seq_len or weights.model.seq_len)
+    sizes = weights.sizes.without_prediction().for_seq_len(max_seq_len or weights.model.seq_len)
     model = build_model(weights, sizes, dtype, chosen)
     model.register_forward_pre_hook(partial(_require_tokens, sizes.vocab_size))
     return model, tokenizer

@@ -4,7 +4,7 @@ parallelism, each rank computes only the logits of its own vocabulary rows."""
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -133,6 +133,27 @@ class _Projection:
     compiled: bool
     z_loss: float
     """See _losses_and_gradient."""
+    num_predictions: int = 0
+    """Number of parts of equal size that follow the first part of the tokens, and whose hidden states are those of layers for
+    multi-token prediction."""
+    prediction_weight: float = 0.0
+    """Weight of the mean of these parts' losses in what the gradient belongs to."""
+
+    def weights(self, hidden: Tensor) -> Tensor:
+        """Return the gradient of each token's loss, (tokens, 1), fp32."""
+        weights = hidden.new_ones(
+            1 + self.num_predictions, len(hidden) // (1 + self.num_predictions), dtype=torch.float32
+        )
+        if self.num_predictions:
+            weights[1:] = self.prediction_weight / self.num_predictions
+        return weights.view(-1, 1)
+
+    def sums(self, results: _Results) -> list[Tensor]:
+        """Return the summed loss of the tokens, the mean of the sums of the predictions, if there are any, and the sum of the
+        squares, if there are any. The last is without those of the predictions."""
+        first, *predicted = results.losses.chunk(1 + self.num_predictions)
+        sums = [first.sum(), torch.stack(predicted).sum() / len(predicted)] if predicted else [first.sum()]
+        return sums if results.squares is None else [*sums, results.squares[: len(first)].sum()]
 
     def run(self, hidden: Tensor, weight: Tensor, grad_losses: Tensor | None, trains_weight: bool) -> _Results:
         """Compute the token losses and their gradients, chunk by chunk.
@@ -171,10 +192,10 @@ class _Projection:
 
 
 class _SummedLoss(torch.autograd.Function):
-    """Sum of the token losses or, with a z-loss, this sum and that of the squares. Forward computes each chunk's gradients while
+    """Sum of the token losses, alone or with the other sums of _Projection.sums. Forward computes each chunk's gradients while
     the chunk's logits exist. Logits are therefore neither saved nor recomputed.
 
-    With a z-loss, the gradient of the first sum includes that of the z-loss, and the second sum has none. So the loss stays
+    The gradient of the first sum includes those of the others, with their weights, and the others have none. So the loss stays
     comparable between runs.
     """
 
@@ -182,13 +203,13 @@ class _SummedLoss(torch.autograd.Function):
     def forward(ctx, hidden: Tensor, weight: Tensor, projection: _Projection, needs_gradient: bool) -> Tensor:
         """needs_gradient: whether a backward follows."""
         cast = weight.to(hidden.dtype)
-        ones = hidden.new_ones(hidden.shape[0], 1, dtype=torch.float32) if needs_gradient else None
-        results = projection.run(hidden, cast, ones, ctx.needs_input_grad[1])
+        weights = projection.weights(hidden) if needs_gradient else None
+        results = projection.run(hidden, cast, weights, ctx.needs_input_grad[1])
         if needs_gradient:
             ctx.save_for_backward(results.grad_hidden, results.grad_weight)
             ctx.weight_dtype = weight.dtype
-        total = results.losses.sum()
-        return total if results.squares is None else torch.stack((total, results.squares.sum()))
+        total, *others = projection.sums(results)
+        return torch.stack((total, *others)) if others else total
 
     @staticmethod
     def backward(ctx, grad_total: Tensor):
@@ -228,19 +249,20 @@ def _local_projection(
     softcap: float | None,
     chunk_tokens: int,
     compiled: bool,
-    z_loss: float = 0.0,
+    **others: Any,
 ) -> tuple[Tensor, Tensor, _Projection]:
     """Return this rank's hidden states, (tokens, dim), its vocabulary rows of the weight, and the projection.
 
     Args:
-        labels: (batch, seq).
+        labels: In the order of the hidden states.
         hidden: (batch, seq, dim). Under tensor parallelism, a replicated DTensor.
         weight: (vocab, dim). Under tensor parallelism, a DTensor that is sharded along the vocabulary.
+        others: Further fields of _Projection.
     """
     weight, first_row, group = local_rows(weight)
     if isinstance(hidden, DTensor):
         hidden = hidden.to_local(grad_placements=[Partial()])  # each rank's rows contribute to the gradient
-    projection = _Projection(labels.flatten(), first_row, group, softcap, chunk_tokens, compiled, z_loss)
+    projection = _Projection(labels.flatten(), first_row, group, softcap, chunk_tokens, compiled, **others)
     return hidden.flatten(0, 1), weight, projection
 
 
@@ -282,62 +304,87 @@ def token_log_probs(
 class CrossEntropyHead:
     """The head that the model's output module applies. It maps hidden states to the summed loss of the target tokens."""
 
-    def __init__(self, labels: Tensor, chunk_tokens: int, compiled: bool = False, z_loss: float = 0.0):
+    def __init__(
+        self,
+        labels: Tensor,
+        chunk_tokens: int,
+        compiled: bool = False,
+        z_loss: float = 0.0,
+        prediction_weight: float = 0.0,
+    ):
         """Create the head of one microbatch.
 
         Args:
-            labels: (batch, seq).
+            labels: (batch, seq), or (batch, seq, 1 + prediction layers).
             chunk_tokens: Number of tokens whose logits exist at the same time.
             compiled: Whether to compile the operations between the matrix products. With tensor parallelism they contain
                 collectives and are not compiled.
             z_loss: Factor of the mean square of the log-sum-exp of the logits, which is minimized too.
+            prediction_weight: Factor of the mean loss of the prediction layers, which is minimized too.
         """
         self.labels = labels
         self.chunk_tokens = chunk_tokens
         self.compiled = compiled
         self.z_loss = z_loss
+        self.prediction_weight = prediction_weight
 
     def __call__(self, hidden: Tensor, weight: Tensor, softcap: float | None = None) -> Tensor:
-        """Return the summed loss, a scalar in fp32. With a z-loss: (2,), the summed loss and the summed squares of the
-        log-sum-exp of the logits. The gradient of the first is that of the summed loss plus z_loss times the summed squares.
+        """Return the summed loss, a scalar in fp32. With prediction layers or a z-loss, a vector: the summed loss, the mean over
+        the prediction layers of their summed losses, and the summed squares of the log-sum-exp of the logits. The gradient of the
+        first is that of the summed loss plus those of the others times their factors; the z-loss counts in the logits of
+        prediction layers too.
 
         Args:
-            hidden: (batch, seq, dim). Under tensor parallelism, a replicated DTensor.
+            hidden: (batch, seq, dim), or ((1 + prediction layers) batch, seq, dim). Under tensor parallelism, a replicated
+                DTensor.
             weight: (vocab, dim). Under tensor parallelism, a DTensor that is sharded along the vocabulary.
             softcap: Limit of the logits.
         """
         # Read here: inside the autograd function grad mode is off, and its inputs require gradients in evaluation too.
         needs_gradient = torch.is_grad_enabled()
-        args = _local_projection(self.labels, hidden, weight, softcap, self.chunk_tokens, self.compiled, self.z_loss)
+        labels, num_predictions = self.labels, 0
+        if labels.dim() == 3:
+            labels, num_predictions = labels.movedim(-1, 0), labels.shape[-1] - 1
+        args = _local_projection(
+            labels,
+            hidden,
+            weight,
+            softcap,
+            self.chunk_tokens,
+            self.compiled,
+            z_loss=self.z_loss,
+            num_predictions=num_predictions,
+            prediction_weight=self.prediction_weight,
+        )
         return _SummedLoss.apply(*args, needs_gradient)
 
 
 @dataclass(frozen=True)
 class CrossEntropy:
     """Objective of language modeling: the mean cross-entropy of the target tokens. The fields are arguments of
-    CrossEntropyHead."""
+    CrossEntropyHead.
+
+    `z_loss` keeps the log-sum-exp of the logits near 0 (Chowdhery et al. 2022, "PaLM", arXiv:2204.02311, section 5);
+    `prediction_weight` is the factor lambda of multi-token prediction (DeepSeek-AI 2024, arXiv:2412.19437, equation 25). `loss`
+    is the cross-entropy alone, and the metrics are without their factors. The loss of prediction layers is a mean over all target
+    tokens too, although the last ones of a document have no later token."""
 
     chunk_tokens: int
     compiled: bool
+    z_loss: float = 0.0
+    prediction_weight: float = 0.0
     unit: ClassVar[str] = "num_targets"
-    metrics: ClassVar[tuple[str, ...]] = ()
-    shape: ClassVar[tuple[int, ...]] = ()
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        return ("prediction_loss",) * bool(self.prediction_weight) + ("z_loss",) * bool(self.z_loss)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (1 + len(self.metrics),) if self.metrics else ()
 
     def head(self, labels: Tensor, documents: Tensor, reference: Tensor | None) -> Head:
-        return CrossEntropyHead(labels, self.chunk_tokens, self.compiled)
+        return CrossEntropyHead(labels, self.chunk_tokens, self.compiled, self.z_loss, self.prediction_weight)
 
     def count(self, batch: Batch) -> Tensor:
         return (batch.labels != IGNORE_INDEX).sum()
-
-
-@dataclass(frozen=True)
-class CrossEntropyWithZLoss(CrossEntropy):
-    """Cross-entropy plus `z_loss` times the mean square of the log-sum-exp of the logits, which keeps it near 0 (Chowdhery et al.
-    2022, "PaLM", arXiv:2204.02311, section 5). `loss` is the cross-entropy alone, and the metric is without its factor."""
-
-    z_loss: float
-    metrics: ClassVar[tuple[str, ...]] = ("z_loss",)
-    shape: ClassVar[tuple[int, ...]] = (2,)
-
-    def head(self, labels: Tensor, documents: Tensor, reference: Tensor | None) -> Head:
-        return CrossEntropyHead(labels, self.chunk_tokens, self.compiled, self.z_loss)

@@ -44,6 +44,8 @@ def apply_fsdp(model: nn.Module, structure: Structure, meshes: Meshes, config: P
             run_hooks_outside_checkpoint(module)
         shard(block, reshard_after_forward=reshard)
         blocks.append([block, *experts])
+    if structure.num_predictions:
+        blocks = blocks[: -structure.num_predictions]  # forward does not always run them, so nothing prefetches them
     others = []  # one module of each unit outside the blocks
     for names in structure.fsdp_units if config.fsdp_units == "separate" else ():
         modules = [module for module in map(model.get_submodule, names) if list(module.parameters())]

@@ -29,10 +29,10 @@ class PipelineStep(Step):
     hidden: Tensor
     """Tensor with the shape, dtype and device of the hidden state that a stage sends to the next stage."""
     pipeline_group: ProcessGroup
-    tied_table: nn.Parameter | None = None
-    """Embedding table of this rank that is also the output weight, if the first and the last stage are on different ranks."""
-    tied_peer: int | None = None
-    """The rank with the other one of these stages, in pipeline_group."""
+    table: nn.Parameter | None = None
+    """Embedding table of this rank that another rank has too (Structure.table)."""
+    peer_of_table: int | None = None
+    """This rank, in pipeline_group."""
 
     def __post_init__(self) -> None:
         # State of the current step.
@@ -91,20 +91,20 @@ class PipelineStep(Step):
             context=context_of(batch),
             **reference,
         )
-        self._sum_tied_gradients()
+        self._sum_gradients_of_table()
         return self.results
 
     @torch.no_grad()
-    def _sum_tied_gradients(self) -> None:
-        """Add the gradient of the other stage to that of the shared table. Both ranks get the same bits, because a sum of two
+    def _sum_gradients_of_table(self) -> None:
+        """Add the other rank's gradient to that of the table. Both ranks get the same bits, because a sum of two
         numbers does not depend on their order."""
-        if self.tied_table is None or self.tied_table.grad is None:
+        if self.table is None or self.table.grad is None:
             return
-        own = to_local(self.tied_table.grad)
+        own = to_local(self.table.grad)
         sent = own.to(self.hidden.device)
         received = torch.empty_like(sent)
         operations = [
-            dist.P2POp(function, tensor, group=self.pipeline_group, group_peer=self.tied_peer)
+            dist.P2POp(function, tensor, group=self.pipeline_group, group_peer=self.peer_of_table)
             for function, tensor in ((dist.isend, sent), (dist.irecv, received))
         ]
         for request in dist.batch_isend_irecv(operations):

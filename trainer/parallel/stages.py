@@ -84,9 +84,9 @@ def check_stages_per_rank(config: ParallelConfig) -> None:
 def partition_blocks(model: nn.Module, structure: Structure, config: ParallelConfig) -> list[Stage]:
     """Return all stages of the pipeline in order. Without a pipeline, the full model is one stage. Raises ConfigError if the
     blocks cannot be partitioned as configured. model: the full model, on the meta device."""
-    names = [
-        f"{structure.blocks_path}.{name}" for name, _ in model.get_submodule(structure.blocks_path).named_children()
-    ]
+    total = len(model.get_submodule(structure.blocks_path))
+    # Layers for multi-token prediction are in the last stage.
+    names = [f"{structure.blocks_path}.{i}" for i in range(total - structure.num_predictions)]
     per_rank = stages_per_rank(config)
     count = config.pp * per_rank if config.pp > 1 else 1
     if len(names) < count:
@@ -97,7 +97,7 @@ def partition_blocks(model: nn.Module, structure: Structure, config: ParallelCon
         starts = [0, *_split_points(config.pipeline_split_points, names, count)]
     else:
         starts = _balance_stages(_weights(model, structure), count)
-    ends = [*starts[1:], len(names)]
+    ends = [*starts[1:], total]
     return [Stage(i, count, range(start, end)) for i, (start, end) in enumerate(zip(starts, ends, strict=True))]
 
 
@@ -117,14 +117,16 @@ def _split_points(split_points: Sequence[str], names: list[str], count: int) -> 
 
 def _weights(model: nn.Module, structure: Structure) -> list[int]:
     """Return the number of parameters of each block. The first block includes the modules before all blocks, and the last block
-    includes the modules after all blocks. The embedding table takes little time, but its parameters are counted, because
-    the first stage also holds the activations of more microbatches than later stages."""
+    includes the modules after all blocks and the layers for multi-token prediction. The embedding table takes little time, but
+    its parameters are counted, because the first stage also holds the activations of more microbatches than later stages."""
 
     def parameters(module: nn.Module) -> int:
         return sum(p.numel() for p in module.parameters())
 
     weights = [parameters(block) for block in model.get_submodule(structure.blocks_path).children()]
     weights[0] += sum(parameters(model.get_submodule(name)) for name in structure.pre_blocks)
+    if structure.num_predictions:
+        weights[-structure.num_predictions - 1 :] = [sum(weights[-structure.num_predictions - 1 :])]
     weights[-1] += sum(parameters(model.get_submodule(name)) for name in structure.post_blocks)
     return weights
 
@@ -180,26 +182,27 @@ def prune_to_stage(model: nn.Module, structure: Structure, stage: Stage) -> None
     before = () if stage.is_first else structure.pre_blocks
     after = () if stage.is_last else structure.post_blocks
     for name in before + after:
-        is_tied = stage.is_last and structure.tied[:1] == (name,)
-        model.set_submodule(name, TiedTable(model.get_submodule(name)) if is_tied else PassThrough())
+        is_shared = stage.is_last and name == structure.table
+        if is_shared and structure.num_predictions:
+            continue  # the last stage uses it as an embedding
+        model.set_submodule(name, TiedTable(model.get_submodule(name)) if is_shared else PassThrough())
     blocks = model.get_submodule(structure.blocks_path)
     for name, _ in list(blocks.named_children()):
         if int(name) not in stage.blocks:
             delattr(blocks, name)
 
 
-def share_tied_table(model_parts: Mapping[Stage, nn.Module], structure: Structure) -> None:
-    """Make the first and the last stage use one parameter, in place, if this rank has both and they tie it. Each stage may be
-    sharded: both shards are the same. model_parts: this rank's stages, allocated."""
+def share_table(model_parts: Mapping[Stage, nn.Module], structure: Structure) -> None:
+    """Make the first and the last stage use one parameter, in place, if this rank has both and they share a table
+    (Structure.table). Each stage may be sharded: both shards are the same. model_parts: this rank's stages, allocated."""
     ends = [part for stage, part in model_parts.items() if stage.is_first or stage.is_last]
-    if structure.tied and len(ends) == 2:
+    if structure.table and len(ends) == 2:
         first, last = ends
-        table, output = structure.tied
-        for name in (table, output):  # FSDP notices that its parameter was replaced
-            last.get_submodule(name).register_parameter("weight", first.get_submodule(table).weight)
+        for name in {structure.table, *structure.tied}:  # FSDP notices that its parameter was replaced
+            last.get_submodule(name).register_parameter("weight", first.get_submodule(structure.table).weight)
 
 
-def tied_peer(model_parts: Iterable[Stage], config: ParallelConfig) -> int | None:
+def peer_of_table(model_parts: Iterable[Stage], config: ParallelConfig) -> int | None:
     """Return the rank on the pp axis whose stage shares a table with one of this rank's, or None if this rank has neither the
     first nor the last stage, or both. model_parts: this rank's stages."""
     has_first, has_last = (any(ends) for ends in zip(*((s.is_first, s.is_last) for s in model_parts), strict=True))

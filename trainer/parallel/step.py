@@ -91,7 +91,7 @@ def count_terms(microbatches: Sequence[Batch], objective: Objective, batch_group
 
 
 def context_of(batch: Batch) -> Context:
-    return Context(batch.positions, batch.documents, batch.samples, batch.last_readers)
+    return Context(batch.positions, batch.documents, batch.samples, batch.last_readers, future=batch.future)
 
 
 def _total(tensors: Sequence[Tensor]) -> Tensor:

@@ -34,6 +34,7 @@ def model_facts(
     return {
         facts.HAS_EXPERTS: Known(structure.has_experts, f"{name} has none"),
         facts.HAS_CORRECTION: Known(has_correction, f"those of {name} have none"),
+        facts.PREDICTS: Known(structure.num_predictions > 0, f"{name} has none"),
         facts.TIED: Known(bool(structure.tied)),
         facts.SPLITS_BACKWARD: Known(splits_backward(parallel)),
         facts.COMPILED: Known(compiled),

@@ -77,6 +77,7 @@ class ResolvedRun:
 def resolve(config: Config, world_size: int) -> ResolvedRun:
     """Resolve a configuration. Raises ConfigError if its combination of settings cannot run."""
     family, sizes = resolve_model(config.model)
+    sizes = _with_trained_layers(sizes, config)
     spec, sizes = MODELS[family], _for_seq_len(sizes, config.training.seq_len, config.model.overrides)
     model = meta_model(spec.model, sizes)
     structure = model.structure()
@@ -187,6 +188,17 @@ def _for_seq_len(sizes: Any, seq_len: int, overrides: Collection[str]) -> Any:
             message = f"must be {text_of(getattr(resulting, name))} for [training] seq_len = {seq_len}"
             raise ConfigError(f"model.overrides.{name}", message)
     return resulting
+
+
+def _with_trained_layers(sizes: Any, config: Config) -> Any:
+    """Return the sizes without layers for multi-token prediction, if the run does not train them. Raises ConfigError if the
+    settings ask for them."""
+    if config.training.prediction_weight:
+        return sizes
+    if "prediction_layers" in config.model.overrides and sizes.prediction_layers:
+        message = "has an effect only with [training] prediction_weight"
+        raise ConfigError("model.overrides.prediction_layers", message)
+    return sizes.without_prediction()
 
 
 def _adapters_of_experts(trained: TrainedParameters, model: Model) -> dict[str, int]:

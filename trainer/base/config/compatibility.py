@@ -137,7 +137,15 @@ ROWS: tuple[Row, ...] = (
     Row(_FLOAT8, _BASE_IN_4_BITS, "products with matrices in 4 bits dequantize them"),
     needs(_FLOAT8, FLOAT8_DEVICE, "all products of the blocks are in float8"),
     needs(_FLOAT8, When("training.compute_dtype", ("bf16",)), "such kernels return bf16", given=FLOAT8_GPU),
-    Row(When("training.z_loss"), OWN_OBJECTIVE, "an objective computes its own loss"),
+    *(
+        Row(When(f"training.{key}"), OWN_OBJECTIVE, "an objective computes its own loss")
+        for key in ("z_loss", "prediction_weight")
+    ),
+    Row(
+        When("training.prediction_weight"),
+        _ADAPTED,
+        "no reader of adapters knows the layers for multi-token prediction",
+    ),
     # ---------------------------------------------------------------- adapters
     needs(_ADAPTED, When("checkpoint.init_from"), "adapters change a trained model"),
     Row(_ADAPTED, _GROUPS_OF_RANKS, "frozen units have no backward, and torch gathers the wrong shards of such units"),
@@ -252,6 +260,7 @@ ROWS: tuple[Row, ...] = (
             "experts.balance_loss": "transformers defines the losses of routers otherwise",
             "experts.z_loss": "transformers defines the losses of routers otherwise",
             "training.float8": "transformers has no float8",
+            "training.prediction_weight": "transformers does not train layers for multi-token prediction",
         }.items()
     ),
 )

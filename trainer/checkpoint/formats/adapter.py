@@ -142,11 +142,14 @@ class MergedWeights(Weights):
         }
         # Fully trained parameters replace those of the base, and may have more rows.
         index |= {name: stored for name, stored in own.index.items() if name in adapter.trained.fully}
+        sizes = own.sizes
+        if layers := base.sizes.prediction_layers:  # the adapter was trained without them, but the base keeps them
+            sizes = replace(sizes, prediction_layers=layers)
         return cls(
             folder=own.folder,
-            model=own.model,
+            model=own.model.with_sizes(sizes),
             spec=own.spec,
-            sizes=own.sizes,
+            sizes=sizes,
             index=index,
             alone=own.alone,
             averaged=own.averaged,

@@ -80,7 +80,7 @@ class GgufExport:
         tokenizer = load_model_tokenizer(weights)
         files, ids = files_of_tokenizer(weights, tokenizer), weights.model.special_token_ids
         tokens = llama_cpp_vocabulary(weights.spec, weights.sizes, tokenizer, files, ids)
-        return cls(weights=weights, type=type, vocabulary=tokens)
+        return cls(weights=weights.without_prediction(), type=type, vocabulary=tokens)
 
     def write(self, out: Path, name: str = "", progress: Progress = ignore_progress) -> None:
         """Write the model to a file, which is written or replaced.

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
@@ -21,7 +21,9 @@ from models.huggingface_tensors import (
     is_permuted,
     is_stacked,
     join_tensors,
+    name_from_files,
     own_names,
+    prediction_copies,
     restore_rows,
     stack_of,
     stored_name,
@@ -194,7 +196,7 @@ class HuggingFaceWeights(Weights):
     scaled: Mapping[str, fp8_blocks.ScaledMatrix]
     """Name in the files -> matrix that is stored in the format FP8."""
     ignored: Collection[str]
-    """Modules that are not part of the model, although the files have their tensors."""
+    """Modules and tensors that are not part of the model, although the files have them."""
 
     @classmethod
     def open(cls, folder: Path, spec: ModelSpec | None = None, alone: bool = False) -> "HuggingFaceWeights":
@@ -214,12 +216,15 @@ class HuggingFaceWeights(Weights):
             described = read_config(folder / "config.json", spec)
             stored, packed, scaled = _decoded_tensors(folder, described)
             keys = _text_names(stored)
-            ignored = [module for module in described.skipped if any(key.startswith(f"{module}.") for key in keys)]
-            prefixes = tuple(f"{module}." for module in ignored)
-            ignored += _other_modules(stored.keys() - keys.values())
-            keys = {name: key for name, key in keys.items() if not name.startswith(prefixes)}
+            ignored = _other_modules(stored.keys() - keys.values())
+            hf, sizes = described.spec.huggingface, described.sizes
+            keys = {name_from_files(hf, sizes, name): key for name, key in keys.items()}
+            copies = [f"{module}.weight" for module in prediction_copies(hf, sizes)]
+            ignored += [keys.pop(name) for name in copies if name in keys]
+            if not any(name.startswith(f"model.layers.{sizes.n_layers}.") for name in keys):
+                described = replace(described, sizes=sizes.without_prediction())  # transformers does not write them
             weights = saved_weights(meta_model(described.spec.model, described.sizes))
-            keys = own_names(described.spec.huggingface, keys, by_matrix(described.spec.huggingface, weights))
+            keys = own_names(hf, keys, by_matrix(hf, weights))
             if problem := _other_number_of_experts(described, {name: stored[key] for name, key in keys.items()}):
                 raise ConfigError("", f"cannot load {folder}: {problem}")
             index = _weight_index(folder, described.spec, described.sizes, keys, stored)

@@ -1,7 +1,7 @@
 """Files of a folder in Hugging Face's format: safe paths, JSON and safetensors files, and what config.json says."""
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 
 from models import MODELS
 from models.config_json import text_config
-from models.huggingface_config import other_fields, read_seq_len, read_sizes, skipped_modules
+from models.huggingface_config import other_fields, read_seq_len, read_sizes
 from models.sizes import text_of
 from models.spec import ModelSpec
 from trainer.base.config import ConfigError
@@ -69,8 +69,6 @@ class DescribedModel:
     sizes: Any
     seq_len: int
     """Context window."""
-    skipped: Collection[str]
-    """Modules in the files that are not part of the model."""
 
     def metadata(self, folder: Path) -> ModelMetadata:
         """Return what the folder of the config.json says about its model."""
@@ -101,7 +99,7 @@ def read_config(file: Path, expected: ModelSpec | None = None) -> DescribedModel
             raise ValueError(f"model_type {text_of(model_type)}: {supported}")
         spec, hf = types[model_type], types[model_type].huggingface
         sizes = read_sizes(hf, config)
-        return DescribedModel(config, spec, sizes, read_seq_len(hf, config), skipped_modules(hf, config, sizes))
+        return DescribedModel(config, spec, sizes, read_seq_len(hf, config))
     except ValueError as error:
         raise ConfigError("", f"{file}: {error}") from None
 

@@ -15,6 +15,8 @@ from models.huggingface_tensors import (
     by_expert,
     by_matrix,
     is_permuted,
+    name_in_files,
+    prediction_copies,
     reorder_rows,
     stack_of,
     stacked_matrix,
@@ -100,10 +102,16 @@ class _Tensors:
         hf, parameters = self.weights.spec.huggingface, sorted(self.weights.index, key=layer_order)
         values = saved_weights(meta_model(self.weights.spec.model, self.weights.sizes))
         stored = stored_tensors(hf, by_matrix(hf, {name: values[name] for name in parameters}))
-        return [
-            self._entry(name, matrices) if stack_of(hf, matrices[0]) is None else self._stack(name, by_expert(matrices))
-            for name, matrices in stored.items()
-        ]
+        entries = []
+        for stored_name, matrices in stored.items():
+            name = name_in_files(hf, self.weights.sizes, stored_name)
+            is_stack = stack_of(hf, matrices[0]) is not None
+            entries.append(self._stack(name, by_expert(matrices)) if is_stack else self._entry(name, matrices))
+        tied = {"output.weight": "tok_embeddings.weight"} if self.weights.sizes.tied_embeddings else {}
+        for copy, module in prediction_copies(hf, self.weights.sizes).items():
+            original = f"{module}.weight"
+            entries.append(self._entry(f"{copy}.weight", [tied.get(original, original)]))
+        return entries
 
     def _entry(self, name: str, matrices: Sequence[str]) -> TensorWrite:
         """Return the tensor that contains the rows of these matrices, see HuggingFace.name. name: of the tensor."""

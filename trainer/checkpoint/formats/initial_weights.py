@@ -84,7 +84,8 @@ def _require_same_sizes(config: CheckpointConfig, weights: Weights, sizes: Any, 
         f"{name} is {stored.get(name)}, expected {expected}"
         for name, expected in asdict(sizes).items()
         if stored.get(name) != expected
-        and name not in ("rope_is_long", *extension)  # the run's sequence length decides
+        # The run's sequence length decides, and [training] prediction_weight.
+        and name not in ("rope_is_long", "prediction_layers", *extension)
     ]
     if differences:
         raise ConfigError("", f"{weights.folder} contains a different model: {', '.join(differences)}")

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, get_origin, get_type_hints
 
@@ -81,6 +81,9 @@ class ModelMetadata:
             return cls(**values)
         except (ValueError, TypeError, KeyError):
             raise CorruptError(f"{MODEL_FILE} does not describe a model") from None
+
+    def with_sizes(self, sizes: Any) -> "ModelMetadata":
+        return replace(self, sizes=asdict(sizes))
 
     def spec_and_sizes(self) -> tuple[ModelSpec, Any]:
         """Return the model's family and sizes. Raises CorruptError."""

@@ -8,7 +8,7 @@ generation.
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -70,6 +70,15 @@ class Weights(ABC):
     def digest(self) -> str:
         """Return a hash of the content of the weights, collectively unless `alone`. Raises OSError."""
         return digest_of(self.folder / MANIFEST)  # it contains the hashes of all files
+
+    def without_prediction(self) -> "Weights":
+        """Return the weights without layers for multi-token prediction."""
+        if not self.sizes.prediction_layers:
+            return self
+        excluded = {f"layers.{self.sizes.n_layers + i}." for i in range(self.sizes.prediction_layers)}
+        index = {name: stored for name, stored in self.index.items() if not name.startswith(tuple(excluded))}
+        sizes = self.sizes.without_prediction()
+        return replace(self, index=index, sizes=sizes, model=self.model.with_sizes(sizes))
 
     def files(self) -> str:
         """Return which files and modules with weights are read, and which are not, or "" if the folder is a checkpoint."""

@@ -185,13 +185,13 @@ def _adapts_experts(config: Config, resolved: ResolvedRun) -> bool:
 
 
 def _tied_gradients_summed_twice() -> AbstractContextManager:
-    original = PipelineStep._sum_tied_gradients
+    original = PipelineStep._sum_gradients_of_table
 
     def twice(step: PipelineStep) -> None:
         original(step)
         original(step)
 
-    return patch.object(PipelineStep, "_sum_tied_gradients", twice)
+    return patch.object(PipelineStep, "_sum_gradients_of_table", twice)
 
 
 def _has_boundaries(config: Config, resolved: ResolvedRun) -> bool:

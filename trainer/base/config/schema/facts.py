@@ -12,6 +12,7 @@ EXPORTS_BEST = Fact("an export of the best checkpoint")
 # The model and the layout: trainer/run/facts.py.
 HAS_EXPERTS = Fact("a model with experts")
 HAS_CORRECTION = Fact("a model whose routers have a correction")
+PREDICTS = Fact("layers for multi-token prediction (model.overrides.prediction_layers)")
 TIED = Fact("a model with tied embeddings")
 SPLITS_BACKWARD = Fact(
     "a pipeline that computes gradients of inputs and weights separately", "parallel.pipeline_schedule"

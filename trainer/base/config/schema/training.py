@@ -8,10 +8,12 @@ from typing import Annotated, Literal, TypedDict
 
 from trainer.base.config.schema.condition import When
 from trainer.base.config.schema.constraint import FIXED, PER_NODE, Constraint, CountOrZero, Fraction, Steps, StepsOrZero
+from trainer.base.config.schema.facts import PREDICTS
 
 PREFERRED = Constraint(only_with=(When("preference.loss"),))
 FLOAT8 = Constraint(only_with=(When("training.float8"),))
 MUON = Constraint(only_with=(When("optimizer.name", ("muon",)),))
+PREDICTING = Constraint(only_with=(When("preference.loss", ("none",)), PREDICTS))
 SAMPLES = Constraint(min=1, max=10**7, unit="samples")
 Samples = Annotated[int, SAMPLES]
 
@@ -52,6 +54,9 @@ class TrainingConfig:
     z_loss: Annotated[float, Constraint(min=0, max=1e6, only_with=(When("preference.loss", ("none",)),))] = 0.0
     """Coefficient of the z-loss, the mean squared logsumexp of a target's logits (arXiv:2204.02311), which is added to what is
     minimized, but not to the loss that is logged; usual: 1e-5 to 1e-4. 0: no z-loss."""
+    prediction_weight: Annotated[float, Constraint(min=0, max=1e6), PREDICTING] = 0.0
+    """Weight of the mean loss of the layers for multi-token prediction (docs/models.md), which is added to what is minimized, but
+    not to the loss that is logged; usual: 0.1 to 0.3. 0: the run has no such layers, also if its initial model has."""
     cpu_threads: Annotated[CountOrZero, PER_NODE] = 0
     """Number of threads per rank for CPU operators, at most the node's cores; 0: `OMP_NUM_THREADS` if it is set, otherwise the
     cores divided by the node's ranks."""
