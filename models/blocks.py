@@ -55,7 +55,11 @@ class PredictionBlock(PreNormBlock):
         "prediction_norm": "shared_head.norm",
     }
     """Name of a module that other blocks do not have -> its name in DeepSeek's files."""
-    TENSOR: ClassVar = PreNormBlock.TENSOR | dict.fromkeys(NAMES, "norm") | {"projection": "token"}
+    TENSOR: ClassVar = (
+        PreNormBlock.TENSOR
+        | dict.fromkeys(("embedding_norm", "hidden_norm"), "norm")
+        | {"projection": "token", "prediction_norm": "last_norm"}
+    )
 
     def __init__(self, sizes: Sizes, norm: Norm, mixer: nn.Module, feed_forward: nn.Module):
         super().__init__(sizes, norm, mixer, feed_forward)

@@ -51,7 +51,7 @@ _LOSS_DIM = 16
 def block_and_inputs(name: str, size: str, tokens: int) -> tuple[nn.Module, Tensor, Context]:
     """Return a block in bf16, its input (1, tokens, dim) and its context."""
     spec = MODELS[name]
-    sizes = replace(spec.by_size[size], n_layers=1, vocab_size=8)
+    sizes = replace(spec.by_size[size].without_prediction(), n_layers=1, vocab_size=8)
     with default_dtype(torch.bfloat16):
         model = spec.model(sizes)
     (kind,) = model.structure().kinds.values()

@@ -156,6 +156,9 @@ FAMILY_ROWS = [
     "tp=2 sequence_parallel=false activation_checkpoint.mode=full model.name=gpt-oss model.overrides.window=10",
     "cp=2 model.name=gpt-oss model.overrides.window=10 data.document_mask=true activation_checkpoint.mode=selective",
     "pp=2 model.name=gpt-oss model.overrides.window=10",
+    # multi-token prediction
+    "pp=2 tp=2 model.name=glm-4.5 model.overrides.prediction_layers=2 training.prediction_weight=0.3 training.z_loss=0.01",
+    "cp=2 fsdp_prefetch=1 model.name=glm-4.5 model.overrides.prediction_layers=1 training.prediction_weight=0.3",
 ]
 
 

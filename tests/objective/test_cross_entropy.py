@@ -67,6 +67,29 @@ def test_the_z_loss_adds_its_gradient_and_not_its_value(chunk_tokens, softcap):
         torch.testing.assert_close(actual.grad, exact.grad.float())
 
 
+@pytest.mark.parametrize("z_loss", [0.0, 0.1])
+@pytest.mark.parametrize("chunk_tokens", [1, 3, 100])
+def test_the_loss_of_prediction_layers_adds_its_gradient_and_not_its_value(chunk_tokens, z_loss):
+    hidden, weight, labels = random_inputs()
+    parts = [torch.randn_like(hidden) for _ in range(2)]
+    hidden = torch.cat((hidden.detach(), *parts)).requires_grad_()
+    labels = torch.stack((labels, labels.roll(1, 1), labels.flip(1)), -1)
+    head = CrossEntropyHead(labels, chunk_tokens, z_loss=z_loss, prediction_weight=0.3)
+    sums = head(hidden, weight)
+    sums.backward(torch.ones_like(sums))
+    reference = [t.detach().double().requires_grad_() for t in (hidden, weight)]
+    states = reference[0].chunk(3)
+    losses, squares = (
+        [f(state, reference[1], labels[..., k]) for k, state in enumerate(states)] for f in (full_loss, full_squares)
+    )
+    predicted, predicted_squares = (sum(values[1:]) / 2 for values in (losses, squares))
+    (losses[0] + 0.3 * predicted + z_loss * (squares[0] + 0.3 * predicted_squares)).backward()
+    expected = [losses[0], predicted, *([squares[0]] if z_loss else [])]
+    torch.testing.assert_close(sums, torch.stack(expected).float())
+    for actual, exact in zip((hidden, weight), reference, strict=True):
+        torch.testing.assert_close(actual.grad, exact.grad.float())
+
+
 @pytest.mark.parametrize("chunk_tokens", [1, 3, 7, 14, 100])
 def test_chunked_loss_and_gradients_equal_those_of_full_logits(chunk_tokens):
     hidden, weight, labels = random_inputs()

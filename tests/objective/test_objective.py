@@ -19,6 +19,7 @@ class Accuracy(CrossEntropy):
     """Cross-entropy with a metric, whose author forgot the shape."""
 
     metrics = ("accuracy",)
+    shape = ()
 
 
 def test_a_metric_without_its_value_in_the_shape_is_refused():

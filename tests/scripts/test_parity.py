@@ -52,15 +52,22 @@ CONTROLS = {
         ["--config", str(ROOT / "train_configs" / "sft_debug.toml"), "--training.global_batch_size", "4"],
         {"gradients averaged", "gradients of replicated norms", "losses averaged", "documents visible"},
     ),
-    "conversations with a hybrid model, tied": (
+    "conversations with a hybrid model, tied, and multi-token prediction": (
         [
             *("--config", str(ROOT / "train_configs" / "sft_debug.toml"), "--training.global_batch_size", "4"),
             *("--model.name", "qwen3.5", "--model.overrides.layer_types", "linear,full"),
-            *("--model.overrides.tied_embeddings", "true"),
+            *("--model.overrides.tied_embeddings", "true", "--model.overrides.prediction_layers", "1"),
+            *("--training.prediction_weight", "0.3"),
         ],
         {
             *("gradients averaged", "gradients of head norms", "gradients of replicated norms", "losses averaged"),
-            *("documents visible", "gradients of a tied table", "state of a recurrence", "convolution reads"),
+            *(
+                "documents visible",
+                "gradients of a shared table",
+                "future tokens",
+                "state of a recurrence",
+                "convolution reads",
+            ),
             *("convolution begins", "state before a part of a sequence is", "state before a part of a sequence has"),
             *("maps of chunks", "decay missing", "norm of a recurrence"),
         },

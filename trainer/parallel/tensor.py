@@ -26,25 +26,39 @@ from trainer.parallel.saved_tensors import call_with_gathered
 from trainer.parallel.stages import TiedTable
 
 
+def _copying_output(module: nn.Module) -> nn.Module:
+    """Make a module return copies: the output of a unit of FSDP is a view, on which an in-place operation would detach FSDP's
+    hook."""
+    module.register_forward_hook(lambda module, args, output: output.clone())
+    return module
+
+
 class _Embedding(RowwiseParallel):
     """Style of an embedding table sharded along the vocabulary. Each rank looks up its own rows, and the results are summed."""
 
     def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         super()._apply(module, mesh)
-        # Copy the output: it is an unfinished asynchronous result, which a compiled block cannot take, and a view, on which an
-        # in-place operation would detach FSDP's hook.
-        module.register_forward_hook(lambda module, args, output: output.clone())
-        return module
+        # It is also an unfinished asynchronous result, which a compiled block cannot take.
+        return _copying_output(module)
 
 
 class _Norm(SequenceParallel):
     """Style of a norm whose weight is replicated. If ranks normalize different values, their gradients are added."""
 
-    def __init__(self, placement: Placement):
-        """placement: of input and output, which are local tensors. Shard(1) for a sequence that is split, Replicate for a full
-        sequence, Shard(2) for heads (batch, seq, heads, head_dim)."""
+    def __init__(self, placement: Placement, is_last: bool = False):
+        """Create the style.
+
+        Args:
+            placement: Of input and output, which are local tensors. Shard(1) for a sequence that is split, Replicate for a full
+                sequence, Shard(2) for heads (batch, seq, heads, head_dim).
+            is_last: Whether the result is that of the block.
+        """
         super().__init__(use_local_output=True)
-        self.sequence_sharding = (placement,)
+        self.sequence_sharding, self.is_last = (placement,), is_last
+
+    def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        super()._apply(module, mesh)
+        return _copying_output(module) if self.is_last else module
 
 
 class _AllHeadsNorm(ParallelStyle):
@@ -156,6 +170,7 @@ def styles(sequence_parallel: bool, recompute_all_gather: bool) -> dict[str, Par
     return {
         "embedding": _Embedding(input_layouts=Replicate(), output_layouts=residual),
         "norm": _Norm(residual),
+        "last_norm": _Norm(residual, is_last=True),
         "head_norm": _Norm(Shard(2)),
         "all_heads_norm": _AllHeadsNorm(),
         "gather": _Gather(residual, recompute),

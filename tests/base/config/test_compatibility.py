@@ -94,6 +94,16 @@ CASES = {
         "--data.dataset preference --data.path x --preference.loss orpo --training.z_loss 1",
         "--training.z_loss 1: has an effect only with [preference] loss = none",
     ),
+    "[training] prediction_weight has an effect only with [preference] loss = none": Case(
+        "--data.dataset preference --data.path x --preference.loss orpo --training.prediction_weight 1",
+        "--training.prediction_weight 1: has an effect only with [preference] loss = none",
+    ),
+    "[training] prediction_weight has an effect only with layers for multi-token prediction (model.overrides.prediction_layers)": Case(
+        "--model.name qwen3.5 --training.prediction_weight 0.3",
+        "--training.prediction_weight 0.3: has an effect only with layers for multi-token prediction "
+        "(model.overrides.prediction_layers) (qwen3.5/debug has none)",
+        ranks=1,
+    ),
     "[optimizer] muon_lr has an effect only with [optimizer] name = muon": Case(
         "--optimizer.muon_lr 1", "--optimizer.muon_lr 1: has an effect only with [optimizer] name = muon"
     ),
@@ -377,6 +387,16 @@ CASES = {
         "--training.z_loss 0.1: is incompatible with an objective of your own: an objective computes its own loss",
         facts={facts.OWN_OBJECTIVE: Known(True)},
     ),
+    "[training] prediction_weight is incompatible with an objective of your own": Case(
+        "--training.prediction_weight 0.1",
+        "--training.prediction_weight 0.1: is incompatible with an objective of your own: an objective computes its own loss",
+        facts={facts.OWN_OBJECTIVE: Known(True)},
+    ),
+    "[training] prediction_weight is incompatible with [lora] rank": Case(
+        "--lora.rank 4 --checkpoint.init_from . --training.prediction_weight 0.1",
+        "--training.prediction_weight 0.1: is incompatible with [lora] rank: no reader of adapters knows the layers for "
+        "multi-token prediction",
+    ),
     "[lora] rank needs [checkpoint] init_from": Case(
         "--lora.rank 4", "--lora.rank 4: needs [checkpoint] init_from: adapters change a trained model"
     ),
@@ -657,6 +677,12 @@ CASES = {
     "[training] float8 is incompatible with --reference transformers": Case(
         "--training.float8 rowwise",
         "--training.float8 rowwise: is incompatible with --reference transformers: transformers has no float8",
+        facts={facts.TRANSFORMERS: Known(True)},
+    ),
+    "[training] prediction_weight is incompatible with --reference transformers": Case(
+        "--training.prediction_weight 0.1",
+        "--training.prediction_weight 0.1: is incompatible with --reference transformers: transformers does not train layers for "
+        "multi-token prediction",
         facts={facts.TRANSFORMERS: Known(True)},
     ),
 }

@@ -20,6 +20,7 @@ from trainer.checkpoint.formats.huggingface_writer import exported_bytes, write_
 from trainer.checkpoint.formats.native_writer import write_checkpoint
 from trainer.checkpoint.formats.peft import PeftNames
 from trainer.run.resolve import resolve_model
+from trainer.tools.testing.transformers_model import stored_tensors
 
 GIB = 2**30
 _GENERATION = {"bos_token_id": 1, "eos_token_id": [2, 3], "temperature": 0.6, "transformers_version": "5.0.0"}
@@ -92,38 +93,91 @@ def test_the_text_model_of_a_model_of_several_modalities_is_read(prefix, tmp_pat
     assert torch.equal(again(tokens).logits, original(tokens).logits)
 
 
-def test_the_vision_part_and_the_prediction_layer_of_qwen3_5_are_named(tmp_path):
+def test_the_vision_part_of_qwen3_5_is_named(tmp_path):
     """As published: model.visual and mtp stand beside the text model."""
     original = hf_model_of("qwen3.5", 1)
     stored = {
         name.replace("model.", "model.language_model.", 1): t.clone() for name, t in original.state_dict().items()
     }
-    others = {"model.visual.blocks.0.norm1.weight": torch.ones(3), "mtp.fc.weight": torch.ones(2)}
+    others = {"model.visual.blocks.0.norm1.weight": torch.ones(3)} | prediction_layer_of("qwen3.5", 1)
     save_file(stored | others, tmp_path / "model.safetensors")
     config = {"model_type": "qwen3_5", "text_config": config_of("qwen3.5", 1)}
     (tmp_path / "config.json").write_text(json.dumps(config))
     source = HuggingFaceWeights.open(tmp_path, alone=True)
-    assert source.files() == "model.safetensors; not model.visual, mtp"
+    assert source.files() == "model.safetensors; not model.visual"
     name = "layers.1.delta_net.wk.weight"
     joined = original.model.layers[1].linear_attn.in_proj_qkv.weight
     first = source.sizes.linear_num_key_heads * source.sizes.linear_key_head_dim
     assert torch.equal(source.rows(name), joined[first : 2 * first])
+    assert torch.equal(source.rows("layers.4.projection.weight"), others["mtp.fc.weight"])
+
+
+def prediction_layer_of(family, index):
+    """Return random tensors of a layer for multi-token prediction, named as in the published files. Its attention and experts
+    have the shapes of the last layer with attention."""
+    model, generator = hf_model_of(family, index), torch.Generator().manual_seed(0)
+    stored = stored_tensors(model, model.state_dict())
+    layers, dim = model.config.num_hidden_layers, model.config.hidden_size
+    last = max(i for i in range(layers) if any(f"layers.{i}.self_attn." in name for name in stored))
+    of_layer = [name for name in stored if name.startswith(f"model.layers.{last}.")]
+    is_qwen = family.startswith("qwen")
+    prefix = "mtp.layers.0." if is_qwen else f"model.layers.{layers}."
+    shapes = {prefix + name.removeprefix(f"model.layers.{last}."): stored[name].shape for name in of_layer}
+    names = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
+    names = names if is_qwen else ("enorm", "hnorm", "eh_proj", "shared_head.norm")
+    outer = "mtp." if is_qwen else prefix
+    sizes = [(dim,), (dim,), (dim, 2 * dim), (dim,)]
+    shapes |= {f"{outer}{name}.weight": shape for name, shape in zip(names, sizes, strict=True)}
+    tensors = {name: torch.rand(shape, generator=generator) for name, shape in shapes.items()}
+    if not is_qwen:  # each layer repeats the matrices that it shares
+        tensors[f"{prefix}embed_tokens.weight"] = stored["model.embed_tokens.weight"].clone()
+        tensors[f"{prefix}shared_head.head.weight"] = stored["lm_head.weight"].clone()
+    return tensors
+
+
+@pytest.mark.parametrize("family", ["deepseek-v3", "glm-4.5", "qwen3-next", "qwen3.5"])
+def test_a_layer_for_multi_token_prediction_round_trips_in_the_names_of_the_family(family, tmp_path):
+    hf_model_of(family, 0).save_pretrained(tmp_path / "in")
+    if not family.startswith("qwen"):
+        config = config_of(family, 0) | {"num_nextn_predict_layers": 1, "num_mtp_layers": 1}
+        (tmp_path / "in" / "config.json").write_text(json.dumps(config))
+    file = tmp_path / "in" / "model.safetensors"
+    stored = load_file(file) | prediction_layer_of(family, 0)
+    save_file(stored, file, {"format": "pt"})
+    source = HuggingFaceWeights.open(tmp_path / "in", alone=True)
+    assert source.sizes.prediction_layers == 1
+    copies = [name for name in stored if "layers.4.embed_tokens" in name or "shared_head.head" in name]
+    assert sorted(source.ignored) == sorted(copies)
+    write_checkpoint(source, tmp_path / "ours")
+    write_huggingface(open_weights(tmp_path / "ours", alone=True), tmp_path / "out", torch.float32)
+    written = tensors_of(tmp_path / "out")
+    assert written.keys() == stored.keys() and all(torch.equal(written[name], stored[name]) for name in stored)
+    again = open_complete(tmp_path / "out", alone=True)
+    assert again.sizes == source.sizes
 
 
 @pytest.mark.parametrize("key", ["num_nextn_predict_layers", "num_mtp_layers"])
-def test_layers_for_multi_token_prediction_are_not_read_and_others_are_refused(key, tmp_path):
+def test_the_tensors_decide_whether_there_are_layers_for_multi_token_prediction(key, tmp_path):
+    """transformers does not write them, but their number."""
     hf_model_of("deepseek-v3", 0).save_pretrained(tmp_path)
     config = config_of("deepseek-v3", 0) | {"num_nextn_predict_layers": None, key: 1}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    extra = {"model.layers.4.eh_proj.weight": torch.ones(2), "model.layers.4.shared_head.norm.weight": torch.ones(2)}
-    tensors = load_file(tmp_path / "model.safetensors")
-    save_file(tensors | extra, tmp_path / "model.safetensors")
+    assert open_complete(tmp_path, alone=True).sizes.prediction_layers is None
+    tensors, layer = load_file(tmp_path / "model.safetensors"), prediction_layer_of("deepseek-v3", 0)
+    save_file(tensors | layer, tmp_path / "model.safetensors")
     source = open_complete(tmp_path, alone=True)
-    assert source.files() == "model.safetensors; not model.layers.4"
+    assert (
+        source.files()
+        == "model.safetensors; not model.layers.4.embed_tokens.weight, model.layers.4.shared_head.head.weight"
+    )
     correction = source.rows("layers.1.feed_forward.router.correction", 0, 8)
     assert torch.equal(correction, tensors["model.layers.1.mlp.gate.e_score_correction_bias"])
     (tmp_path / "config.json").write_text(json.dumps(config | {key: 0}))
     with pytest.raises(ConfigError, match=r"layers\.4\.eh_proj\.weight is not a parameter of this model"):
+        HuggingFaceWeights.open(tmp_path)
+    save_file(tensors | dict(list(layer.items())[3:]), tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=r"cannot load .*: model\.layers\.4\.\S+ is missing"):
         HuggingFaceWeights.open(tmp_path)
 
 

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from models import llama
 from models.rope import rotate_halves
 from models.spec import meta_model, tensor_styles
+from trainer import engine
 from trainer.adapters import apply as adapters
 from trainer.adapters import nf4
 from trainer.base.config import Config
@@ -25,6 +26,7 @@ from trainer.base.config.schema.data import CHAT_DATASETS
 from trainer.batch import Batch
 from trainer.engine import Engine
 from trainer.objective import cross_entropy, preference
+from trainer.objective.prediction import with_future
 from trainer.optim import muon
 from trainer.optim.exchange import Matrix, Sharding
 from trainer.parallel import balance, experts, float8, tensor
@@ -184,7 +186,7 @@ def _adapts_experts(config: Config, resolved: ResolvedRun) -> bool:
     return any(".experts." in name for name in resolved.trained.shapes)
 
 
-def _tied_gradients_summed_twice() -> AbstractContextManager:
+def _gradients_of_table_summed_twice() -> AbstractContextManager:
     original = PipelineStep._sum_gradients_of_table
 
     def twice(step: PipelineStep) -> None:
@@ -192,6 +194,16 @@ def _tied_gradients_summed_twice() -> AbstractContextManager:
         original(step)
 
     return patch.object(PipelineStep, "_sum_gradients_of_table", twice)
+
+
+def _future_of_a_part() -> AbstractContextManager:
+    def shifted_in_parts(batch: Batch, depth: int) -> Batch:
+        fields = [[None] * 4 if x is None or x.dim() < 2 else x.chunk(4, 1) for x in batch]
+        parts = [with_future(Batch(*columns), depth) for columns in zip(*fields, strict=True)]
+        labels, future = (torch.cat([getattr(part, name) for part in parts], 1) for name in ("labels", "future"))
+        return batch._replace(labels=labels, future=future)
+
+    return patch.object(engine, "with_future", shifted_in_parts)
 
 
 def _has_boundaries(config: Config, resolved: ResolvedRun) -> bool:
@@ -315,11 +327,11 @@ BUGS = {
         ),
         leaks=True,
     ),
-    "gradients of a tied table summed twice": Bug(
+    "gradients of a shared table summed twice": Bug(
         ("pp=2",),
-        _tied_gradients_summed_twice,
+        _gradients_of_table_summed_twice,
         applies=lambda config, resolved: (
-            bool(resolved.structure.tied) and "tok_embeddings.weight" in resolved.trained.fully
+            bool(resolved.structure.table) and "tok_embeddings.weight" in resolved.trained.fully
         ),
         parameters="tok_embeddings",
     ),
@@ -399,6 +411,9 @@ BUGS = {
     ),
     "shards orthogonalized instead of matrices": Bug(
         ("dp_shard=2", "tp=2"), _shards_as_matrices, applies=lambda config, resolved: config.optimizer.name == "muon"
+    ),
+    "future tokens of a part of a sequence": Bug(
+        ("cp=2",), _future_of_a_part, applies=lambda config, resolved: config.training.prediction_weight > 0
     ),
     "z-loss of a part of the vocabulary": Bug(
         ("tp=2",), _z_loss_of_a_shard, applies=lambda config, resolved: config.training.z_loss > 0

@@ -136,14 +136,14 @@ def gradient_deviations(reference: Trained, run: Trained) -> list[GradientDeviat
 
 
 def deviations(reference: Trained, run: Trained) -> dict[str, float]:
-    """Return the largest relative deviations of loss (and z-loss, if the run has one) and gradient norm over all steps, and of a
-    parameter's gradient; NaN if a value is NaN."""
+    """Return the largest relative deviations of loss (and of the other losses of the run) and gradient norm over all steps, and
+    of a parameter's gradient; NaN if a value is NaN."""
     assert [r["step"] for r in reference.records] == [r["step"] for r in run.records]
-    metrics = ["loss", "grad_norm", *(["z_loss"] if "z_loss" in run.records[0] else [])]
+    metrics = ["loss", "grad_norm", *(name for name in ("z_loss", "prediction_loss") if name in run.records[0])]
     a, b = (np.array([[record[name] for name in metrics] for record in r.records]) for r in (reference, run))
-    loss, grad_norm, *z_loss = (abs(a - b) / abs(a)).max(axis=0)
+    loss, grad_norm, *others = (abs(a - b) / abs(a)).max(axis=0)
     gradient = gradient_deviations(reference, run)[0].deviation
-    return {"loss": float(np.max([loss, *z_loss])), "grad_norm": float(grad_norm), "gradient": gradient}
+    return {"loss": float(np.max([loss, *others])), "grad_norm": float(grad_norm), "gradient": gradient}
 
 
 def within(deviation: dict[str, float], limits: dict[str, float]) -> bool:
