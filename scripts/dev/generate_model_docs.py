@@ -99,10 +99,11 @@ def row(family: str, spec: ModelSpec) -> str:
     having: dict[str, list[str]] = {}  # trait -> names of the published sizes that have it
     published = [name for name in spec.by_size if name != "debug"]
     for name in published:
-        sizes = spec.by_size[name]
+        predicts, sizes = spec.by_size[name].prediction_layers, spec.by_size[name].without_prediction()
         if all(getattr(sizes, "all_sparse_layers", ())):  # otherwise its first layers may be dense
             sizes = replace(sizes, n_layers=len(shortest_period(sizes.layer_kinds)))
-        for trait in traits(meta_model(spec.model, sizes)):
+        found = traits(meta_model(spec.model, sizes)) + ["multi-token prediction"] * bool(predicts)
+        for trait in found:
             having.setdefault(trait, []).append(name)
     texts = [t if names == published else f"{t} ({', '.join(names)})" for t, names in having.items()]
     hf = spec.huggingface

@@ -131,7 +131,7 @@ class _Projection:
     """See _losses_and_gradient."""
     chunk_tokens: int
     compiled: bool
-    z_loss: float
+    z_loss: float = 0.0
     """See _losses_and_gradient."""
     num_predictions: int = 0
     """Number of parts of equal size that follow the first part of the tokens, and whose hidden states are those of layers for

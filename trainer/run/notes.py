@@ -182,10 +182,22 @@ def start_warnings(
         point: Checkpoint to resume from.
     """
     if point is None:
-        lines = {"context window": window_warning(config, resolved.sizes, weights)}
+        lines = {
+            "context window": window_warning(config, resolved.sizes, weights),
+            "initial weights": _left_out(config, resolved, weights),
+        }
     else:
         lines = {"schedule": rate_jump(config, point)}
     return [Note(name, line, warns=True) for name, line in lines.items() if line]
+
+
+def _left_out(config: Config, resolved: ResolvedRun, weights: Weights | None) -> str:
+    """Return a warning if the initial model has layers for multi-token prediction that the run does not train, or ""."""
+    if weights is None or not weights.sizes.prediction_layers or resolved.sizes.prediction_layers:
+        return ""
+    kept = "; a merged model has those of its base" if config.lora.rank else " or kept"
+    layers = counted(weights.sizes.prediction_layers, "layer")
+    return f"the {layers} for multi-token prediction in {weights.folder} are not trained{kept}; see [training] prediction_weight"
 
 
 def course_notes(

@@ -552,6 +552,13 @@ CASES = {
         "--parallel.pipeline_schedule ZBVZeroBubble: needs torch >= 2.13 (2.11.0 is installed): older versions cannot split a backward with functions written in Python",
         facts={facts.SPLITS_BACKWARD: Known(True), facts.TORCH_2_13: Known(False, "2.11.0 is installed")},
     ),
+    "a pipeline that computes gradients of inputs and weights separately is incompatible with [training] prediction_weight": Case(
+        "--parallel.pp 2 --parallel.pipeline_schedule ZBVZeroBubble --model.name glm-4.5 --model.overrides.prediction_layers 1 "
+        "--training.prediction_weight 0.3",
+        "--parallel.pipeline_schedule ZBVZeroBubble: is incompatible with [training] prediction_weight: torch would run parts of the "
+        "last stage's backward twice, in which the embedding has several uses",
+        ranks=2,
+    ),
     "a pipeline that computes gradients of inputs and weights separately is incompatible with compiled blocks ([compile] enabled)": Case(
         "--parallel.pp 2 --parallel.pipeline_schedule ZBVZeroBubble --compile.enabled true",
         "--parallel.pipeline_schedule ZBVZeroBubble: is incompatible with compiled blocks ([compile] enabled): torch.compile does not support it",

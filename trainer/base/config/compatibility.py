@@ -194,6 +194,11 @@ ROWS: tuple[Row, ...] = (
     needs(When("parallel.ep", above=1), HAS_EXPERTS, "ep distributes experts"),
     Row(_PIPELINE, _BATCHWISE, "a pipeline reduces gradients once per step"),
     needs(SPLITS_BACKWARD, TORCH_2_13, "older versions cannot split a backward with functions written in Python"),
+    Row(
+        SPLITS_BACKWARD,
+        When("training.prediction_weight"),
+        "torch would run parts of the last stage's backward twice, in which the embedding has several uses",
+    ),
     Row(SPLITS_BACKWARD, COMPILED, "torch.compile does not support it"),
     Row(
         SPLITS_BACKWARD,

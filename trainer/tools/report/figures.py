@@ -29,6 +29,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "task/*/bits_per_byte": ("Bits per byte of right answers on {}", "bits"),
     },
     "Optimization": {
+        "train/prediction_loss": ("Loss of the layers for multi-token prediction", "nats"),
         "train/z_loss": ("Z-loss of the output's logits", ""),
         "train/grad_norm": ("Gradient norm before clipping", ""),
         "train/learning_rate": ("Learning rate", ""),
