@@ -195,9 +195,10 @@ def _left_out(config: Config, resolved: ResolvedRun, weights: Weights | None) ->
     """Return a warning if the initial model has layers for multi-token prediction that the run does not train, or ""."""
     if weights is None or not weights.sizes.prediction_layers or resolved.sizes.prediction_layers:
         return ""
-    kept = "; a merged model has those of its base" if config.lora.rank else " or kept"
     layers = counted(weights.sizes.prediction_layers, "layer")
-    return f"the {layers} for multi-token prediction in {weights.folder} are not trained{kept}; see [training] prediction_weight"
+    lost = "does not train; merged models keep them" if config.lora.rank else "neither trains nor keeps"
+    has = f"{weights.folder} has {layers} for multi-token prediction"
+    return f"{has}, which this run {lost}; see [training] prediction_weight"
 
 
 def course_notes(
