@@ -90,9 +90,9 @@ def sliding_theta(sliding: Config, default: Any) -> Any:
     return first(sliding.get("rope_theta"), default)
 
 
-def rotary_factor(config: Config) -> Any:
-    """Return the fraction of each head's dims that is rotated. Raises ValueError."""
-    return first(rope_object(config).get("partial_rotary_factor"), config.get("partial_rotary_factor"), 1.0)
+def rotary_factor(config: Config, default: float = 1.0) -> Any:
+    """Return the fraction of each head's dims that is rotated. default: if the file does not have it. Raises ValueError."""
+    return first(rope_object(config).get("partial_rotary_factor"), config.get("partial_rotary_factor"), default)
 
 
 def read_rope(config: Config, sizes_type: type[Sizes]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from torch import nn
 
 from models.attention import Attention, AttentionKind
 from models.blocks import PredictionBlock
-from models.config_json import Config, first, rope_object
+from models.config_json import Config, rotary_factor
 from models.decoder import Decoder, pre_norm_decoder
 from models.deepseek import (
     CORRECTED_NAMES,
@@ -24,12 +24,12 @@ from models.deepseek import (
     write_prediction,
 )
 from models.huggingface import HuggingFace
-from models.sizes import DEBUG, DEBUG_EXPERTS, GroupedMixtureSizes, PredictionSizes
+from models.sizes import DEBUG, DEBUG_EXPERTS, GroupedMixtureSizes, PartlyRotatedSizes, PredictionSizes
 from models.spec import ModelSpec
 
 
 @dataclass(frozen=True, kw_only=True)
-class GlmSizes(PredictionSizes, GroupedMixtureSizes):
+class GlmSizes(PredictionSizes, PartlyRotatedSizes, GroupedMixtureSizes):
     ROPE_TYPES: ClassVar = ("default", "linear", "yarn")
     norm_eps: float = 1e-5
     attention_bias: bool = False
@@ -37,15 +37,10 @@ class GlmSizes(PredictionSizes, GroupedMixtureSizes):
     use_qk_norm: bool = False
     """Whether queries and keys of each head have norms."""
     partial_rotary_factor: float = 0.5
-    """Fraction of each head's dims that is rotated."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require_leading_dense(self)
-
-    @property
-    def rotary_dim(self) -> int:
-        return int(self.head_dim * self.partial_rotary_factor)
 
 
 def glm(sizes: GlmSizes) -> Decoder:
@@ -57,8 +52,7 @@ def glm(sizes: GlmSizes) -> Decoder:
 
 
 def _read(config: Config) -> Config:
-    rotated = first(rope_object(config).get("partial_rotary_factor"), config.get("partial_rotary_factor"), 0.5)
-    others = {"sparse_layers": read_leading_dense(config, 1), "partial_rotary_factor": rotated}
+    others = {"sparse_layers": read_leading_dense(config, 1), "partial_rotary_factor": rotary_factor(config, 0.5)}
     return {**config, **others, **read_prediction(config, 1)}
 
 

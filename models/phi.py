@@ -10,19 +10,13 @@ from models.decoder import pre_norm_decoder
 from models.gguf import NAMES as GGUF_NAMES
 from models.gguf import Gguf
 from models.huggingface import NAMES, HuggingFace
-from models.sizes import DEBUG_DERIVED, WindowedSizes
+from models.sizes import DEBUG_DERIVED, PartlyRotatedSizes, WindowedSizes
 from models.spec import ModelSpec
 
 
 @dataclass(frozen=True, kw_only=True)
-class PhiSizes(WindowedSizes):
+class PhiSizes(PartlyRotatedSizes, WindowedSizes):
     ROPE_TYPES: ClassVar = ("default", "longrope")
-    partial_rotary_factor: float = 1.0
-    """Fraction of each head's dims that is rotated."""
-
-    @property
-    def rotary_dim(self) -> int:
-        return int(self.head_dim * self.partial_rotary_factor)
 
 
 def _read(config: Config) -> Config:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from models.attention import Attention, AttentionKind
 from models.blocks import PredictionBlock
 from models.components import FeedForward, Gate, OffsetRMSNorm
-from models.config_json import Config, first, rope_object, with_layer_types, write_layer_types
+from models.config_json import Config, first, rotary_factor, with_layer_types, write_layer_types
 from models.context import Context
 from models.decoder import Decoder, pre_norm_decoder
 from models.deepseek import PREDICTION_KEY, read_prediction, write_prediction
@@ -20,23 +20,26 @@ from models.huggingface import MIXTURE_NAMES, NAMES, HuggingFace, shared_expert_
 from models.hybrid import DEBUG_HYBRID, HybridSizes
 from models.moe import MixtureOfExperts
 from models.qwen import read_sparse_layers, write_sparse_layers
-from models.sizes import DEBUG, DEBUG_EXPERTS, MixtureSizes, PartlySparseSizes, PredictionSizes, require
+from models.sizes import (
+    DEBUG,
+    DEBUG_EXPERTS,
+    MixtureSizes,
+    PartlyRotatedSizes,
+    PartlySparseSizes,
+    PredictionSizes,
+    require,
+)
 from models.spec import LayerKind, ModelSpec
 
 
 @dataclass(frozen=True, kw_only=True)
-class Qwen35Sizes(PredictionSizes, HybridSizes):
+class Qwen35Sizes(PredictionSizes, PartlyRotatedSizes, HybridSizes):
     ROPE_TYPES: ClassVar = ("default",)
     MAX_PREDICTION_LAYERS: ClassVar = 1  # in the files, all would share projections and norms
     norm_eps: float = 1e-6
     rope_theta: float = 1e7
     attention_bias: bool = False
     partial_rotary_factor: float = 0.25
-    """Fraction of each head's dims that is rotated."""
-
-    @property
-    def rotary_dim(self) -> int:
-        return int(self.head_dim * self.partial_rotary_factor)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,8 +133,7 @@ def _read(config: Config, key: str) -> Config:
     """Return the configuration with the types of all layers. key: of the number of layers for multi-token prediction."""
     interval = first(config.get("full_attention_interval"), 4)
     require("full_attention_interval", interval, int)
-    rotated = first(rope_object(config).get("partial_rotary_factor"), config.get("partial_rotary_factor"), 0.25)
-    config = {**config, "partial_rotary_factor": rotated, **read_prediction(config, 1, key)}
+    config = {**config, "partial_rotary_factor": rotary_factor(config, 0.25), **read_prediction(config, 1, key)}
     return with_layer_types(config, lambda i: (i + 1) % interval != 0, "linear")
 
 

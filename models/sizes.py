@@ -220,6 +220,18 @@ class DecoderSizes(Sizes):
 
 
 @dataclass(frozen=True, kw_only=True)
+class PartlyRotatedSizes(DecoderSizes):
+    """Sizes of a family that rotates a part of each head."""
+
+    partial_rotary_factor: float = 1.0
+    """Fraction of each head's dims that is rotated."""
+
+    @property
+    def rotary_dim(self) -> int:
+        return int(self.head_dim * self.partial_rotary_factor)
+
+
+@dataclass(frozen=True, kw_only=True)
 class WindowedSizes(DecoderSizes):
     """Sizes of a family whose layers may all attend to a window of keys."""
 

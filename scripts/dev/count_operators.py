@@ -54,9 +54,9 @@ def block_and_inputs(name: str, size: str, tokens: int) -> tuple[nn.Module, Tens
     sizes = replace(spec.by_size[size].without_prediction(), n_layers=1, vocab_size=8)
     with default_dtype(torch.bfloat16):
         model = spec.model(sizes)
-    (kind,) = model.structure().kinds.values()
     context = Context.of(torch.zeros(1, tokens, dtype=torch.int64))
-    context = context._replace(rope=kind.rope(context.positions))
+    if (rope := model.structure().kind(0).rope) is not None:
+        context = context._replace(rope=rope(context.positions))
     hidden = torch.zeros(1, tokens, sizes.dim, dtype=torch.bfloat16, requires_grad=True)
     (block,) = model.get_submodule(model.structure().blocks_path).children()
     return block, hidden, context

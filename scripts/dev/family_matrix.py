@@ -50,8 +50,7 @@ LAYOUTS = [
 def measure(family: str, text: str) -> dict[str, float | bool | str]:
     """Return the deviations of a row, and whether they are within the limits."""
     argv = ["--config", str(ROOT / "train_configs" / "debug.toml"), "--model.name", family, "--model.size", "debug"]
-    # With untied embeddings, the model fits a pipeline.
-    argv += ["--training.global_batch_size", "4", "--model.overrides.tied_embeddings", str("pp=" not in text).lower()]
+    argv += ["--training.global_batch_size", "4"]
     with tempfile.TemporaryDirectory(prefix="families-", ignore_cleanup_errors=True) as folder:
         runs = Runs(argv, 3, Path(folder))
         try:
