@@ -37,7 +37,7 @@ class Block(nn.Module):
 
 
 class PreNormBlock(Block):
-    """A norm before each layer: Llama, Qwen, Mistral, SmolLM3, Granite, Phi."""
+    """A norm before each layer: Llama, Qwen, Mistral, DeepSeek and most others."""
 
     def forward(self, h: Tensor, context: Context) -> Tensor:
         h = h + self.mixer(self.attention_norm(h), context)
@@ -69,7 +69,7 @@ class PredictionBlock(PreNormBlock):
         self.prediction_norm = norm(sizes.dim)
 
     def forward(self, h: Tensor, context: Context) -> Tensor:
-        """h: embedding of the next token, and hidden state after the last norm, (batch, seq, 2 dim)."""
+        """h: embedding of a later token, and hidden state that predicts it, after its norm, (batch, seq, 2 dim)."""
         embedding, hidden = h.chunk(2, -1)
         h = self.projection(torch.cat((self.embedding_norm(embedding), self.hidden_norm(hidden)), -1))
         return self.prediction_norm(super().forward(h, context))

@@ -84,12 +84,12 @@ class FeedForward(nn.Module):
         return self.w2(self.activation(self.w1(x)) * self.w3(x))
 
 
-# ---------------------------------------------------------------- embedding and output
+# ---------------------------------------------------------------- gates, embedding and output
 
 
 class Gate(nn.Linear):
     """A linear layer with one or a few outputs for each head or token, which control others: gates, decays, rates. Its product
-    is never in float8."""
+    is never in float8, its weight never in 4 bits."""
 
     def __init__(self, dim: int, outputs: int):
         super().__init__(dim, outputs, bias=False)

@@ -1,7 +1,7 @@
 """Parts of Hugging Face's config.json that several model families share: positional encoding and windows, read and written."""
 
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, fields
 from typing import Any, get_args
 
@@ -90,6 +90,37 @@ def sliding_theta(sliding: Config, default: Any) -> Any:
     return first(sliding.get("rope_theta"), default)
 
 
+PREDICTION_KEY = "num_nextn_predict_layers"
+"""Key of the number of layers for multi-token prediction in most families."""
+
+
+def number_of_layers(config: Config, key: str, default: int) -> int:
+    """Return a number of layers. Raises ValueError."""
+    value = first(config.get(key), default)
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{key} {text_of(value)} must be an integer from 0")
+    return value
+
+
+def read_prediction(config: Config, key: str = PREDICTION_KEY) -> dict[str, Any]:
+    """Return the number of layers for multi-token prediction, as a size: one if the file does not have it, as in transformers.
+    Whether there are any, the tensors tell. Raises ValueError. key: of the number."""
+    return {"prediction_layers": number_of_layers(config, key, 1) or None}
+
+
+def write_prediction(sizes: Sizes, key: str = PREDICTION_KEY) -> dict[str, Any]:
+    """Inverse of read_prediction."""
+    return {key: sizes.prediction_layers or 0}
+
+
+def full_attention_interval(types: Sequence[str]) -> int | None:
+    """Return the distance between the layers of the type "full", if each of them ends a group of this many layers, or one more
+    than the number of layers if there are none. None: they are elsewhere. types: of all layers."""
+    interval = types.index("full") + 1 if "full" in types else len(types) + 1
+    is_regular = all((name == "full") == ((i + 1) % interval == 0) for i, name in enumerate(types))
+    return interval if is_regular else None
+
+
 def rotary_factor(config: Config, default: float = 1.0) -> Any:
     """Return the fraction of each head's dims that is rotated. default: if the file does not have it. Raises ValueError."""
     return first(rope_object(config).get("partial_rotary_factor"), config.get("partial_rotary_factor"), default)
@@ -102,7 +133,7 @@ def read_rope(config: Config, sizes_type: type[Sizes]) -> dict[str, Any]:
         raise ValueError(f"partial_rotary_factor {text_of(rotary_factor(config))}: this model supports only 1.0")
     rope_type = first(rope.get("rope_type"), rope.get("type"), "default")
     if rope_type not in supported:
-        names = f"{', '.join(supported[:-1])} and {supported[-1]}"
+        names = " and ".join(filter(None, (", ".join(supported[:-1]), supported[-1])))
         raise ValueError(f"rope_type {text_of(rope_type)}: this model supports only {names}")
     used = {f.name: f.default for f in fields(ROPES[rope_type])}
     used |= {f"rope_{name}": default for name, default in used.items()} | dict.fromkeys(sizes_type.ALWAYS_USED, MISSING)

@@ -26,8 +26,8 @@ class Context(NamedTuple):
     mask: Any = None
     """Mask of the block's kind, as its attention kernel takes it. None outside the blocks, and for causal attention."""
     future: Tensor | None = None
-    """The next tokens, (batch, seq, prediction layers), int64: of a token, the one after it, the one after that, and so on. Only
-    their values within its document are used. None outside training."""
+    """The next tokens, (batch, seq, prediction layers), int64: of a token, the one after it, the one after that, and so on. -1:
+    its document has ended before. None outside training."""
     dropout_keys: Tensor | None = None
     """Hash of each token, and of the block in a block, (batch, seq), int32. None without dropout of adapters."""
 

@@ -77,9 +77,12 @@ class Decoder(nn.Module):
         states = [h]
         for index, layer in self.layers.items():
             if (depth := int(index) - self.sizes.n_layers) >= 0:
-                embedding = self.tok_embeddings(future[..., depth])
-                states.append(layer(torch.cat((embedding, states[-1]), -1), contexts[self.layer_kinds[int(index)]]))
-        return torch.cat(states)  # ((1 + layers) batch, seq, dim)
+                tokens, context = future[..., depth], contexts[self.layer_kinds[int(index)]]
+                # What follows a document is no token whose expert counts.
+                context = context._replace(documents=context.documents.where(tokens >= 0, -1))
+                embedding = self.tok_embeddings(tokens.clamp(min=0))
+                states.append(layer(torch.cat((embedding, states[-1]), -1), context))
+        return torch.cat(states) if len(states) > 1 else h  # ((1 + layers) batch, seq, dim)
 
     def _context_of_kind(self, name: str, context: Context) -> Context:
         rope = self.kinds[name].rope

@@ -13,19 +13,17 @@ from torch import Tensor, nn
 from models.attention import AttentionKind, attention_kernel
 from models.blocks import PredictionBlock
 from models.components import FeedForward
-from models.config_json import Config, first
+from models.config_json import PREDICTION_KEY, Config, first, number_of_layers, read_prediction, write_prediction
 from models.context import Context
 from models.decoder import Decoder, pre_norm_decoder
 from models.gguf import NAMES as GGUF_NAMES
 from models.gguf import Gguf, HeadRows, Keys
-from models.huggingface import MIXTURE_NAMES, HuggingFace, shared_expert_names
+from models.huggingface import MIXTURE_NAMES, PREDICTION_COPIES, HuggingFace, shared_expert_names
 from models.moe import CorrectedRouter, MixtureOfExperts
 from models.rope import YarnRope, rotate_halves, rotate_pairs, without_rotation
 from models.sizes import DEBUG, DEBUG_EXPERTS, GroupedMixtureSizes, PredictionSizes, text_of
 from models.spec import ModelSpec, SizeError
 
-PREDICTION_KEY = "num_nextn_predict_layers"
-"""Key in config.json of the number of layers for multi-token prediction."""
 _LATENT_EPS = 1e-6
 """Constant of the norms of compressed queries, keys and values. The published code has no setting for it."""
 
@@ -149,14 +147,6 @@ def deepseek(sizes: DeepSeekSizes) -> Decoder:
     return pre_norm_decoder(sizes, partial(LatentAttention, sizes), partial(sparse_or_dense, sizes))
 
 
-def number_of_layers(config: Config, key: str, default: int) -> int:
-    """Return a number of layers. Raises ValueError."""
-    value = first(config.get(key), default)
-    if type(value) is not int or value < 0:
-        raise ValueError(f"{key} {text_of(value)} must be an integer from 0")
-    return value
-
-
 def read_leading_dense(config: Config, default: int) -> list[bool]:
     """Return whether each layer is a mixture of experts: all but the first. Raises ValueError.
 
@@ -176,28 +166,12 @@ def _read(config: Config) -> Config:
     sparse, rotated = read_leading_dense(config, 3), config["qk_rope_head_dim"]
     if config.get("head_dim") not in (None, rotated):
         raise ValueError(f"head_dim {text_of(config['head_dim'])} must be qk_rope_head_dim {text_of(rotated)}")
-    return {**config, "sparse_layers": sparse, **read_prediction(config, 1)}
+    return {**config, "sparse_layers": sparse, **read_prediction(config)}
 
 
 def write_leading_dense(sizes: GroupedMixtureSizes) -> dict[str, Any]:
     """Inverse of read_leading_dense."""
     return {"first_k_dense_replace": sizes.all_sparse_layers.index(True)}
-
-
-def read_prediction(config: Config, default: int, key: str = PREDICTION_KEY) -> dict[str, Any]:
-    """Return the number of layers for multi-token prediction, as a size. Raises ValueError.
-
-    Args:
-        config: Content of config.json.
-        default: Their number if the file does not have it.
-        key: Its key.
-    """
-    return {"prediction_layers": number_of_layers(config, key, default) or None}
-
-
-def write_prediction(sizes: PredictionSizes, key: str = PREDICTION_KEY) -> dict[str, Any]:
-    """Inverse of read_prediction."""
-    return {key: sizes.prediction_layers or 0}
 
 
 def _gguf_fixed(sizes: DeepSeekSizes) -> Keys:
@@ -263,8 +237,6 @@ ROUTED_KEYS = {
 }
 """Size of a mixture of experts -> its key in config.json."""
 ROUTED_ALIASES = {"num_local_experts": "n_routed_experts", "num_mtp_layers": PREDICTION_KEY}
-PREDICTION_COPIES = {"embed_tokens": "tok_embeddings", "shared_head.head": "output"}
-"""Module of a layer for multi-token prediction in the files -> module of the model whose matrix it repeats."""
 LATENT_NAMES = CORRECTED_NAMES | {
     "attention.wq_a": "self_attn.q_a_proj",
     "attention.q_norm": "self_attn.q_a_layernorm",

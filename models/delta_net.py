@@ -77,9 +77,10 @@ class Carry(nn.Module):
         """Inverse of `rows`."""
         return x
 
-    def tokens_before(self, x: Tensor, count: int) -> Tensor:
-        """Return the last tokens before each row, (rows, count, channels). x: (rows, tokens, channels)."""
-        return x.new_zeros(len(x), count, x.shape[-1])
+    def tokens_before(self, parts: Sequence[Tensor], count: int) -> Tensor:
+        """Return the last tokens before each row, (rows, count, channels of all parts). parts: of the rows' tokens, each (rows,
+        tokens, channels)."""
+        return parts[0].new_zeros(len(parts[0]), count, sum(x.shape[-1] for x in parts))
 
     def state_before(self, maps: AffineMaps) -> Tensor | None:
         """Return the state before each row, (rows, heads, key_dim, value_dim), or None for zero. maps: of the chunks."""
@@ -135,7 +136,7 @@ class DeltaRule(nn.Module):
     def _convolved(self, qkv: Sequence[Tensor], filters: Sequence[Tensor], documents: Tensor | None) -> list[Tensor]:
         """Return the convolutions of queries, keys and values, in fp32."""
         flat = [x.flatten(2) for x in qkv]
-        before = self.carry.tokens_before(torch.cat(flat, -1), filters[0].shape[-1] - 1)
+        before = self.carry.tokens_before(flat, filters[0].shape[-1] - 1)
         parts = before.split([x.shape[-1] for x in flat], -1)
         convolved = (
             short_convolution(torch.cat((part, x), 1), weights[:, 0], documents)

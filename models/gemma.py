@@ -19,6 +19,7 @@ from models.components import FeedForward, OffsetRMSNorm, Output, ScaledEmbeddin
 from models.config_json import (
     Config,
     first,
+    full_attention_interval,
     sliding_theta,
     split_rope,
     with_layer_types,
@@ -115,10 +116,8 @@ def _read_gemma3(config: Config) -> Config:
 def _write_gemma3(sizes: Gemma3Sizes) -> Config:
     """Return the fields of all versions of transformers: 4.51 reads the distance between layers without a window instead of
     layer_types."""
-    types = sizes.all_layer_types
-    period = types.index("full") + 1 if "full" in types else len(types) + 1
-    is_regular = all((name == "full") == ((i + 1) % period == 0) for i, name in enumerate(types))
-    pattern = {"sliding_window_pattern": period} if is_regular else {}
+    period = full_attention_interval(sizes.all_layer_types)
+    pattern = {} if period is None else {"sliding_window_pattern": period}
     return write_windows(sizes) | pattern | write_rope_by_type(sizes, sizes.rope_local_base_freq)
 
 

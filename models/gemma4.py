@@ -42,7 +42,7 @@ _THETAS = {"full": 1e6, "sliding": 1e4}
 class GlobalKind(AttentionKind):
     """The kind of the layers that attend to all earlier tokens."""
 
-    HEADS: ClassVar = ("n_heads", "global_kv_heads")
+    HEADS: ClassVar = ("n_heads", "num_global_key_value_heads")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +50,7 @@ class Gemma4Sizes(MixedSizes):
     """`head_dim` and `n_kv_heads` are those of layers with a window."""
 
     ROPE_TYPES: ClassVar = ("default",)
+    GROWING: ClassVar = (*MixedSizes.GROWING, "num_global_key_value_heads")
     norm_eps: float = 1e-6
     tied_embeddings: bool = True
     attention_bias: bool = False

@@ -9,21 +9,18 @@ from torch import nn
 
 from models.attention import Attention, AttentionKind
 from models.blocks import PredictionBlock
-from models.config_json import Config, rotary_factor
+from models.config_json import Config, read_prediction, rotary_factor, write_prediction
 from models.decoder import Decoder, pre_norm_decoder
 from models.deepseek import (
     CORRECTED_NAMES,
-    PREDICTION_COPIES,
     ROUTED_ALIASES,
     ROUTED_KEYS,
     read_leading_dense,
-    read_prediction,
     require_leading_dense,
     sparse_or_dense,
     write_leading_dense,
-    write_prediction,
 )
-from models.huggingface import HuggingFace
+from models.huggingface import PREDICTION_COPIES, HuggingFace
 from models.sizes import DEBUG, DEBUG_EXPERTS, GroupedMixtureSizes, PartlyRotatedSizes, PredictionSizes
 from models.spec import ModelSpec
 
@@ -53,7 +50,7 @@ def glm(sizes: GlmSizes) -> Decoder:
 
 def _read(config: Config) -> Config:
     others = {"sparse_layers": read_leading_dense(config, 1), "partial_rotary_factor": rotary_factor(config, 0.5)}
-    return {**config, **others, **read_prediction(config, 1)}
+    return {**config, **others, **read_prediction(config)}
 
 
 _glm = partial(

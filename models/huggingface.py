@@ -42,6 +42,8 @@ def shared_expert_names(module: str) -> dict[str, str]:
     return {f"feed_forward.shared.{name}": f"{module}.{stored}" for name, stored in matrices.items()}
 
 
+PREDICTION_COPIES = {"embed_tokens": "tok_embeddings", "shared_head.head": "output"}
+"""HuggingFace.prediction_copies of the families whose files have them."""
 FIELDS = {
     "dim": "hidden_size",
     "n_layers": "num_hidden_layers",

@@ -8,6 +8,12 @@ from models.sizes import DecoderSizes, SizeError, Sizes, TypedLayers
 from models.spec import LayerKind
 
 
+def require_filter(width: int) -> None:
+    """Raise SizeError if short convolutions read only their own token."""
+    if width < 2:
+        raise SizeError(f"linear_conv_kernel_dim {width} must be at least 2", "linear_conv_kernel_dim")
+
+
 @dataclass(frozen=True, kw_only=True)
 class HybridSizes(TypedLayers, DecoderSizes):
     """Sizes of a family with layers of the types "linear", a recurrence, and "full", attention to all earlier tokens."""
@@ -30,9 +36,7 @@ class HybridSizes(TypedLayers, DecoderSizes):
         if values % keys:
             message = f"linear_num_key_heads {keys} must divide linear_num_value_heads {values}"
             raise SizeError(message, "linear_num_key_heads", "linear_num_value_heads")
-        if self.linear_conv_kernel_dim < 2:
-            message = f"linear_conv_kernel_dim {self.linear_conv_kernel_dim} must be at least 2"
-            raise SizeError(message, "linear_conv_kernel_dim")
+        require_filter(self.linear_conv_kernel_dim)
 
     def kinds(self) -> dict[str, LayerKind]:
         recurrent = RecurrentKind(

@@ -80,6 +80,8 @@ class KimiDeltaAttention(RecurrentMixer):
         self.wq, self.wk, self.wv = (nn.Linear(dim, values, bias=False) for _ in range(3))
         self.f_a, self.g_a = (nn.Linear(dim, width, bias=False) for _ in range(2))
         self.f_b, self.g_b = (nn.Linear(width, values, bias=False) for _ in range(2))
+        self.f_a.WIDTH = self.g_a.WIDTH = "output"  # the narrow vectors have the width of a head
+        self.f_b.WIDTH = self.g_b.WIDTH = "widening"
         self.wb = Gate(dim, kind.value_heads)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:

@@ -13,6 +13,7 @@ from models.config_json import LAYER_TYPES, Config, first, write_layer_types
 from models.decoder import Decoder, pre_norm_decoder
 from models.deepseek import LATENT_NAMES, DeepSeekSizes, LatentAttention, read_leading_dense, sparse_or_dense
 from models.huggingface import HuggingFace, shared_expert_names
+from models.hybrid import require_filter
 from models.kda import KimiDeltaAttention, KimiDeltaKind
 from models.sizes import DEBUG, DEBUG_EXPERTS, TypedLayers, text_of
 from models.spec import LayerKind, ModelSpec, SizeError
@@ -36,6 +37,7 @@ class KimiLinearSizes(TypedLayers, DeepSeekSizes):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        require_filter(self.linear_conv_kernel_dim)
         if self.tied_embeddings:
             message = (
                 "tied_embeddings true: transformers has an output projection of its own for all models of this family"

@@ -11,10 +11,19 @@ from torch import Tensor, nn
 from models.attention import Attention, AttentionKind
 from models.blocks import PredictionBlock
 from models.components import FeedForward, Gate, OffsetRMSNorm
-from models.config_json import Config, first, rotary_factor, with_layer_types, write_layer_types
+from models.config_json import (
+    PREDICTION_KEY,
+    Config,
+    first,
+    full_attention_interval,
+    read_prediction,
+    rotary_factor,
+    with_layer_types,
+    write_layer_types,
+    write_prediction,
+)
 from models.context import Context
 from models.decoder import Decoder, pre_norm_decoder
-from models.deepseek import PREDICTION_KEY, read_prediction, write_prediction
 from models.delta_net import GatedDeltaNet, RecurrentMixer
 from models.huggingface import MIXTURE_NAMES, NAMES, HuggingFace, shared_expert_names
 from models.hybrid import DEBUG_HYBRID, HybridSizes
@@ -101,6 +110,7 @@ class GatedSharedExpert(MixtureOfExperts):
     def __init__(self, sizes: QwenNextSizes):
         super().__init__(sizes, shared=FeedForward(sizes.dim, sizes.shared_dim))
         self.shared_gate = Gate(sizes.dim, 1)
+        self.shared_gate.WIDTH = "output"
 
     def forward(self, x: Tensor, context: Context | None = None) -> Tensor:
         """x: (batch, seq, dim)."""
@@ -133,16 +143,14 @@ def _read(config: Config, key: str) -> Config:
     """Return the configuration with the types of all layers. key: of the number of layers for multi-token prediction."""
     interval = first(config.get("full_attention_interval"), 4)
     require("full_attention_interval", interval, int)
-    config = {**config, "partial_rotary_factor": rotary_factor(config, 0.25), **read_prediction(config, 1, key)}
+    config = {**config, "partial_rotary_factor": rotary_factor(config, 0.25), **read_prediction(config, key)}
     return with_layer_types(config, lambda i: (i + 1) % interval != 0, "linear")
 
 
 def _write(sizes: Qwen35Sizes) -> Config:
     """Return the types of the layers, and the distance between those with attention, which other readers read instead."""
-    types = sizes.all_layer_types
-    interval = types.index("full") + 1 if "full" in types else len(types) + 1
-    is_regular = all((name == "full") == ((i + 1) % interval == 0) for i, name in enumerate(types))
-    return write_layer_types(sizes) | ({"full_attention_interval": interval} if is_regular else {})
+    interval = full_attention_interval(sizes.all_layer_types)
+    return write_layer_types(sizes) | ({} if interval is None else {"full_attention_interval": interval})
 
 
 _FILTERS = dict.fromkeys((f"delta_net.{name}" for name in RecurrentMixer.FILTERS), "linear_attn.conv1d.weight")

@@ -178,6 +178,10 @@ class Structure:
     layer_kinds: tuple[str, ...]
     """Kind of each block, a key of `kinds`."""
 
+    def is_prediction(self, block: int) -> bool:
+        """Return whether a block is a layer for multi-token prediction."""
+        return block >= len(self.layer_kinds) - self.num_predictions
+
     @property
     def table(self) -> str:
         """Name of a module before the blocks whose weight the last stage of a pipeline has too, or ""."""

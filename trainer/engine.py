@@ -125,7 +125,7 @@ class Engine:
         self._allocate()
         share_table(model_parts, resolved.structure)
         self.table = f"{table}.weight" if (table := resolved.structure.table) else ""
-        """Name of the embedding table, if the first and the last stage of a pipeline have it, or ""."""
+        """Name of the embedding table, if the first and the last stage of a pipeline both have it, or ""."""
         self.peer_of_table = peer_of_table(model_parts, config.parallel) if table else None
         """The rank of the pipeline that has the table too, or None."""
         self.parameters = {name: p for part in model_parts.values() for name, p in part.named_parameters()}

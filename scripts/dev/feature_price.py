@@ -83,6 +83,7 @@ CAPABILITIES = {
     "Recurrences: the delta rule, KDA, parts of sequences": """
         models/{affine_scan,delta_net,kda,hybrid}.py trainer/parallel/recurrence.py
         trainer/tools/testing/recurrence_bugs.py tests/models/test_delta_net.py tests/parallel/test_recurrence.py""",
+    "Multi-token prediction": "trainer/objective/prediction.py tests/models/test_prediction.py",
     "Model families beside Llama": """
         models/{deepseek,gemma,gemma4,glm,gpt_oss,granite,kimi,mistral,mixtral,olmo,phi,qwen,qwen_next,smollm}.py
         scripts/dev/{family_matrix,check_configs}.py

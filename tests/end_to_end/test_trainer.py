@@ -14,6 +14,7 @@ from tests.conftest import tiny_run
 from tests.training_runs import (
     combine,
     hash_of,
+    in_folder,
     largest_deviation,
     lines_logged_by_train,
     microbatches_of_step,
@@ -39,10 +40,6 @@ from trainer.tools.testing.ranks import RankError
 def tiny(corpus, tmp_path_factory):
     """Arguments of a tiny run whose global batch of 16 has two microbatches for each of eight ranks."""
     return tiny_run(tmp_path_factory, corpus, 16)
-
-
-def in_folder(folder):
-    return ["--run.output_folder", str(folder.parent), "--run.name", folder.name]
 
 
 def run(ranks, size, argv, folder, *extra):
@@ -156,6 +153,12 @@ FAMILY_ROWS = [
     "tp=2 sequence_parallel=false activation_checkpoint.mode=full model.name=gpt-oss model.overrides.window=10",
     "cp=2 model.name=gpt-oss model.overrides.window=10 data.document_mask=true activation_checkpoint.mode=selective",
     "pp=2 model.name=gpt-oss model.overrides.window=10",
+    # recurrences beside attention
+    "tp=2 ep=2 model.name=qwen3-next model.overrides.layer_types=linear,full experts.balance_loss=0.1",
+    "cp=2 tp=2 model.name=kimi-linear model.overrides.layer_types=linear,full model.overrides.sparse_layers=false,true",
+    "tp=2 sequence_parallel=false model.name=olmo-hybrid model.overrides.layer_types=linear,full",
+    "pp=2 tp=2 model.name=qwen3.5 model.overrides.layer_types=linear,full model.overrides.tied_embeddings=true",
+    "tp=2 model.name=gemma4 model.overrides.window=10 model.overrides.layer_types=sliding,full",  # two widths of heads
     # multi-token prediction
     "pp=2 tp=2 model.name=glm-4.5 model.overrides.prediction_layers=2 training.prediction_weight=0.3 training.z_loss=0.01",
     "cp=2 fsdp_prefetch=1 model.name=glm-4.5 model.overrides.prediction_layers=1 training.prediction_weight=0.3",
@@ -254,6 +257,29 @@ def assert_like_one_rank(ranks, tiny, folder, parity_reference, text, n_layers=0
     dtype = "bf16" if "bf16" in text else "fp32"
     assert within(deviation, LIMITS[dtype]), deviation
     assert run.routed_differently <= ROUTING_LIMITS[dtype]
+
+
+def table_after_training(argv):
+    """Train. Return a hash of this rank's embedding table, its optimizer state and its average."""
+    trainer = trainer_from(argv)
+    trainer.train()
+    return hash_of({name: t for name, t in trainer.engine.tensors().items() if "tok_embeddings" in name})
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        ["--model.overrides.tied_embeddings", "true"],
+        ["--model.name", "glm-4.5", "--model.overrides.prediction_layers", "1", "--training.prediction_weight", "0.3"],
+    ],
+    ids=["tied", "prediction"],
+)
+def test_both_stages_of_a_shared_table_stay_equal_over_steps_evaluations_and_resumes(ranks, tiny, tmp_path, model):
+    argv = [*tiny, *in_folder(tmp_path / "run"), *model, "--parallel.pp", "2", "--optimizer.ema_decay", "0.9"]
+    argv += ["--evaluation.interval_steps", "1", "--evaluation.averaged", "true", "--checkpoint.interval_steps", "2"]
+    for steps in (3, 5):
+        first, last = ranks(2).run(table_after_training, combine([*argv, "--training.steps", str(steps)]))
+        assert first == last
 
 
 def test_losses_do_not_depend_on_the_microbatches(ranks, tiny, tmp_path):

@@ -86,7 +86,7 @@ def test_labels_and_tokens_stop_at_the_end_of_a_document():
     documents = torch.tensor([[0, 0, 0, 1, 1, 1, 1, -1]])
     batch = with_future(Batch(tokens, labels, tokens, documents, torch.zeros(1)), 2)
     none = IGNORE_INDEX
-    assert batch.future[0].T.tolist() == [[2, 3, 0, 5, 6, 7, 0, 0], [3, 0, 0, 6, 7, 0, 0, 0]]
+    assert batch.future[0].T.tolist() == [[2, 3, -1, 5, 6, 7, -1, -1], [3, -1, -1, 6, 7, -1, -1, -1]]
     assert batch.labels[0].T.tolist() == [
         [2, 3, none, 5, 6, 7, none, none],
         [3, none, none, 6, 7, none, none, none],

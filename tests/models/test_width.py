@@ -19,8 +19,10 @@ def test_all_matrices_are_hidden_but_embedding_output_and_routers(family):
     assert roles.pop("output.weight", "output") == "output"
     for name, parameter in model.named_parameters():
         is_stacked_bias = ".experts.b" in name
-        if name.endswith("router.weight"):
+        if name.endswith(("router.weight", "shared_gate.weight", "kda.f_a.weight", "kda.g_a.weight")):
             assert roles.pop(name) == "output"
+        elif name.endswith(("kda.f_b.weight", "kda.g_b.weight")):
+            assert roles.pop(name) == "widening"
         elif name in roles:
             is_vector = parameter.dim() == 1 or is_stacked_bias or name.endswith("_filter")
             assert roles.pop(name) == ("vector" if is_vector else "hidden"), name

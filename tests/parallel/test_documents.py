@@ -79,3 +79,14 @@ def test_compiled_blocks_apply_the_document_mask(ranks, tiny, pairs, tmp_path, s
     packed = run(ranks, 1, tiny, pairs, tmp_path / "run", *PACKED, "--compile.enabled", "true")
     for key in ("loss", "grad_norm"):
         assert largest_deviation(separate, packed, key) < 1e-5
+
+
+def test_packed_documents_predict_further_tokens_like_separate_ones(ranks, tiny, pairs, tmp_path):
+    """Recurrences, attention and the labels of multi-token prediction stop at documents."""
+    model = ["--model.name", "qwen3.5", "--model.overrides.layer_types", "linear,full"]
+    model += ["--model.overrides.prediction_layers", "1", "--training.prediction_weight", "0.3"]
+    separate = run(ranks, 1, tiny, pairs, tmp_path / "separate", *SINGLE, *model)
+    for size, layout in ((1, []), (2, ["--parallel.cp", "2"])):
+        packed = run(ranks, size, tiny, pairs, tmp_path / f"packed{size}", *PACKED, *model, *layout)
+        for key in ("loss", "prediction_loss", "grad_norm"):
+            assert largest_deviation(separate, packed, key) < 1e-5, key

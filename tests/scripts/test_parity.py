@@ -58,6 +58,7 @@ CONTROLS = {
             *("--model.name", "qwen3.5", "--model.overrides.layer_types", "linear,full"),
             *("--model.overrides.tied_embeddings", "true", "--model.overrides.prediction_layers", "1"),
             *("--training.prediction_weight", "0.3"),
+            *("--layout", "cp=2", "--layout", "tp=2", "--layout", "pp=2"),  # those of the bugs
         ],
         {
             *("gradients averaged", "gradients of head norms", "gradients of replicated norms", "losses averaged"),
@@ -169,7 +170,9 @@ def test_every_injected_bug_is_caught_and_names_a_wrong_parameter(
     assert {next(name for name in found if name.startswith(start)) for start in expected} == found.keys()
     for name in found:
         assert not BUGS[name].parameters or BUGS[name].parameters in found[name]
-    assert sum(" pass" in line for line in lines) == 2  # a row of a correct run, and the last line
+    assert sum(" pass" in line for line in lines) == 2 + argv.count(
+        "--layout"
+    )  # rows of correct runs, and the last line
 
 
 def test_float8_in_stages_with_experts_equals_one_rank(monkeypatch, tiny, capsys):

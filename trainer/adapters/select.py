@@ -14,6 +14,7 @@ from math import prod
 import torch
 from torch import Generator, Tensor, nn
 
+from models.components import Gate
 from models.moe import Experts, is_stack
 from models.row_groups import ALIGNMENT
 from models.spec import Model, Structure, multiply_adds
@@ -101,7 +102,8 @@ def select_quantized(model: nn.Module, structure: Structure, config: LoraConfig)
     ConfigError if one of them has rows that are not a multiple of a block."""
     if config.base_dtype == "keep":
         return frozenset()
-    names = _adaptable_in_blocks(model, structure)
+    gates = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, Gate)}
+    names = [name for name in _adaptable_in_blocks(model, structure) if name not in gates]
     columns = {name: model.get_parameter(name).shape[-1] for name in names}
     if uneven := [name for name in names if columns[name] % BLOCK]:
         message = f"needs rows of a multiple of {BLOCK} values, but those of {uneven[0]} have {columns[uneven[0]]}"

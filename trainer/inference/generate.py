@@ -98,7 +98,7 @@ class TextGenerator:
         def shard(model: nn.Module) -> None:
             structure = model.structure()
             for name in structure.tp_divisible:
-                if getattr(sizes, name) % tp:
+                if (getattr(sizes, name) or 0) % tp:
                     message = f"the number of ranks, {tp}, must divide {name} {getattr(sizes, name)} of {folder}"
                     raise ConfigError("", message)
             if tp > 1:

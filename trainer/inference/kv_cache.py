@@ -185,10 +185,12 @@ class CachedState(Carry):
         """See CachedAttention."""
         self.state[: len(rows)], self.tokens[: len(rows)] = self.state[rows], self.tokens[rows]
 
-    def tokens_before(self, x: Tensor, count: int) -> Tensor:
-        before = self.tokens[: len(x)].clone()
-        self.tokens[: len(x)] = torch.cat((before, x), 1)[:, -count:]
-        self.end += x.shape[1]
+    def tokens_before(self, parts: Sequence[Tensor], count: int) -> Tensor:
+        rows, new = parts[0].shape[:2]
+        before = self.tokens[:rows].clone()
+        last = torch.cat([x[:, -count:] for x in parts], -1)
+        self.tokens[:rows] = torch.cat((before, last), 1)[:, -count:]
+        self.end += new
         return before
 
     def state_before(self, maps: AffineMaps) -> Tensor:

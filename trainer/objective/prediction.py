@@ -7,7 +7,7 @@ from trainer.batch import IGNORE_INDEX, Batch
 
 
 def with_future(batch: Batch, depth: int) -> Batch:
-    """Return a batch with the tokens and labels after the next ones. They stop at the end of a document: later tokens are 0, and
+    """Return a batch with the tokens and labels after the next ones. They stop at the end of a document: later tokens are -1, and
     later labels IGNORE_INDEX.
 
     Args:
@@ -26,4 +26,4 @@ def with_future(batch: Batch, depth: int) -> Batch:
 
     distances = range(1, depth + 1)
     labels = torch.stack([batch.labels, *(shifted(batch.labels, d, IGNORE_INDEX) for d in distances)], -1)
-    return batch._replace(labels=labels, future=torch.stack([shifted(batch.tokens, d, 0) for d in distances], -1))
+    return batch._replace(labels=labels, future=torch.stack([shifted(batch.tokens, d, -1) for d in distances], -1))

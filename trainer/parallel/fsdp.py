@@ -35,7 +35,7 @@ def apply_fsdp(model: nn.Module, structure: Structure, meshes: Meshes, config: P
     reshard, reshard_last = _reshard(config)
     reshard_experts = reshard if isinstance(reshard, bool) else True  # groups of ranks belong to the model mesh
     blocks = []  # units of each block, in the order in which forward and backward use them
-    for block in model.get_submodule(structure.blocks_path).children():
+    for name, block in model.get_submodule(structure.blocks_path).named_children():
         experts = [module for module in block.modules() if isinstance(module, Experts)]
         for module in experts:
             placement = partial(_expert_placement, dims=meshes.dims)
@@ -43,9 +43,8 @@ def apply_fsdp(model: nn.Module, structure: Structure, meshes: Meshes, config: P
             shard(module, mesh=mesh, reshard_after_forward=reshard_experts, shard_placement_fn=placement)
             run_hooks_outside_checkpoint(module)
         shard(block, reshard_after_forward=reshard)
-        blocks.append([block, *experts])
-    if structure.num_predictions:
-        blocks = blocks[: -structure.num_predictions]  # forward does not always run them, so nothing prefetches them
+        if not structure.is_prediction(int(name)):  # forward does not always run these, so nothing prefetches them
+            blocks.append([block, *experts])
     others = []  # one module of each unit outside the blocks
     for names in structure.fsdp_units if config.fsdp_units == "separate" else ():
         modules = [module for module in map(model.get_submodule, names) if list(module.parameters())]

@@ -32,7 +32,7 @@ class PipelineStep(Step):
     table: nn.Parameter | None = None
     """Embedding table of this rank that another rank has too (Structure.table)."""
     peer_of_table: int | None = None
-    """This rank, in pipeline_group."""
+    """The other rank, in pipeline_group."""
 
     def __post_init__(self) -> None:
         # State of the current step.
@@ -98,7 +98,7 @@ class PipelineStep(Step):
     def _sum_gradients_of_table(self) -> None:
         """Add the other rank's gradient to that of the table. Both ranks get the same bits, because a sum of two
         numbers does not depend on their order."""
-        if self.table is None or self.table.grad is None:
+        if self.table is None or not self.table.requires_grad:
             return
         own = to_local(self.table.grad)
         sent = own.to(self.hidden.device)

@@ -6,6 +6,8 @@ by an affine map, whatever its length. So ranks gather the maps of all parts, an
 numbers for each head, part and sample, where attention gathers the keys and values of all tokens.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -36,8 +38,8 @@ class ContextCarry(Carry):
     def batch(self, x: Tensor) -> Tensor:
         return x.unflatten(0, (2, -1)).transpose(0, 1).flatten(1, 2)
 
-    def tokens_before(self, x: Tensor, count: int) -> Tensor:
-        return self.before(x[:, -count:], 0)
+    def tokens_before(self, parts: Sequence[Tensor], count: int) -> Tensor:
+        return self.before(torch.cat([x[:, -count:] for x in parts], -1), 0)
 
     def state_before(self, maps: AffineMaps) -> Tensor:
         a, b = maps.composed()

@@ -1,4 +1,4 @@
-"""How the samples of a run are laid out, as far as a mixer must know it."""
+"""What the file of a mixer gets, the layout of the samples, and what it returns (mixers.py)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

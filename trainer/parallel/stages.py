@@ -116,9 +116,10 @@ def _split_points(split_points: Sequence[str], names: list[str], count: int) -> 
 
 
 def _weights(model: nn.Module, structure: Structure) -> list[int]:
-    """Return the number of parameters of each block. The first block includes the modules before all blocks, and the last block
-    includes the modules after all blocks and the layers for multi-token prediction. The embedding table takes little time, but
-    its parameters are counted, because the first stage also holds the activations of more microbatches than later stages."""
+    """Return the number of parameters of each block. The first block includes the modules before all blocks. The last block
+    includes the modules after all blocks, and the layers for multi-token prediction with their table. The embedding table takes
+    little time, but its parameters are counted, because the first stage also holds the activations of more microbatches than
+    later stages."""
 
     def parameters(module: nn.Module) -> int:
         return sum(p.numel() for p in module.parameters())
@@ -128,6 +129,8 @@ def _weights(model: nn.Module, structure: Structure) -> list[int]:
     if structure.num_predictions:
         weights[-structure.num_predictions - 1 :] = [sum(weights[-structure.num_predictions - 1 :])]
     weights[-1] += sum(parameters(model.get_submodule(name)) for name in structure.post_blocks)
+    if structure.num_predictions and not structure.tied:  # a tied table is a part of the output
+        weights[-1] += parameters(model.get_submodule(structure.table))
     return weights
 
 

@@ -9,7 +9,6 @@ from torch.distributed.tensor import DTensor
 
 from models.spec import Structure
 from trainer.parallel.activation_checkpoint import Forward
-from trainer.parallel.stages import TiedTable
 
 
 def cast_parameters(model: nn.Module, structure: Structure, dtype: torch.dtype) -> None:
@@ -29,7 +28,7 @@ def cast_parameters(model: nn.Module, structure: Structure, dtype: torch.dtype) 
         # Subclasses also compute with the rows, and tensor parallelism communicates them.
         if type(module) is nn.Embedding and not isinstance(module.weight, DTensor):
             module.register_forward_hook(lambda module, args, result: result.to(dtype))
-        elif module is not output and not isinstance(module, TiedTable):
+        elif module is not output:
             module.forward = _cast_forward(module, dtype)
 
 

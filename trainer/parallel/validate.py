@@ -12,7 +12,7 @@ def check_divisibility(
 ) -> None:
     """Raise ConfigError if the model cannot be sharded with these parallel degrees. model: name of the model."""
     for name in structure.tp_divisible:
-        if getattr(sizes, name) % dims.tp:
+        if (getattr(sizes, name) or 0) % dims.tp:  # None: another size is used
             raise ConfigError("parallel.tp", f"must divide {name} {getattr(sizes, name)} of {model}")
     if structure.has_experts and sizes.n_experts % dims.ep:
         raise ConfigError("parallel.ep", f"must divide n_experts {sizes.n_experts} of {model}")

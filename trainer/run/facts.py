@@ -36,6 +36,7 @@ def model_facts(
         facts.HAS_CORRECTION: Known(has_correction, f"those of {name} have none"),
         facts.PREDICTS: Known(structure.num_predictions > 0, f"{name} has none"),
         facts.TIED: Known(bool(structure.tied)),
+        facts.SHARES_TABLE: Known(bool(structure.table) and parallel.pp > 1),
         facts.SPLITS_BACKWARD: Known(splits_backward(parallel)),
         facts.COMPILED: Known(compiled),
         facts.GPU: Known(on_gpu),

@@ -193,9 +193,10 @@ def start_warnings(
 
 def _left_out(config: Config, resolved: ResolvedRun, weights: Weights | None) -> str:
     """Return a warning if the initial model has layers for multi-token prediction that the run does not train, or ""."""
-    if weights is None or not weights.sizes.prediction_layers or resolved.sizes.prediction_layers:
+    stored = 0 if weights is None else weights.sizes.prediction_layers or 0
+    if (left_out := stored - resolved.structure.num_predictions) <= 0:
         return ""
-    layers = counted(weights.sizes.prediction_layers, "layer")
+    layers = counted(left_out, "layer")
     lost = "does not train; merged models keep them" if config.lora.rank else "neither trains nor keeps"
     has = f"{weights.folder} has {layers} for multi-token prediction"
     return f"{has}, which this run {lost}; see [training] prediction_weight"

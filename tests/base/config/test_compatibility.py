@@ -547,6 +547,24 @@ CASES = {
         "--parallel.pp 2 --training.reduce_every_microbatch true",
         "--parallel.pp 2: is incompatible with [training] reduce_every_microbatch: a pipeline reduces gradients once per step",
     ),
+    "a pipeline whose first and last stage share a table needs torch >= 2.13": Case(
+        "--parallel.pp 2 --model.overrides.tied_embeddings true",
+        "--parallel.pp 2: needs torch >= 2.13 (2.11.0 is installed): older versions of FSDP wait for modules that the last stage "
+        "does not run",
+        facts={facts.SHARES_TABLE: Known(True), facts.TORCH_2_13: Known(False, "2.11.0 is installed")},
+    ),
+    "a pipeline whose first and last stage share a table is incompatible with [optimizer] in_backward": Case(
+        "--parallel.pp 2 --model.overrides.tied_embeddings true --optimizer.in_backward true --training.max_norm none "
+        "--resilience.max_consecutive_skips 1",
+        "--parallel.pp 2: is incompatible with [optimizer] in_backward: the gradients of both stages are added after backward",
+        ranks=2,
+    ),
+    "a pipeline whose first and last stage share a table is incompatible with [optimizer] offload = state_and_gradients": Case(
+        "--parallel.pp 2 --model.overrides.tied_embeddings true --optimizer.offload state_and_gradients",
+        "--parallel.pp 2: is incompatible with [optimizer] offload = state_and_gradients: the gradients of both stages are added "
+        "after backward",
+        ranks=2,
+    ),
     "a pipeline that computes gradients of inputs and weights separately needs torch >= 2.13": Case(
         "--parallel.pp 2 --parallel.pipeline_schedule ZBVZeroBubble",
         "--parallel.pipeline_schedule ZBVZeroBubble: needs torch >= 2.13 (2.11.0 is installed): older versions cannot split a backward with functions written in Python",
@@ -744,7 +762,8 @@ def test_a_setting_says_what_the_table_says_about_it():
     ]
     assert restrictions("optimizer.offload") == [
         "not with [parallel] cpu_offload, [optimizer] in_backward and [optimizer] name = muon",
-        "= state_and_gradients not with [training] reduce_every_microbatch and a comparison of gradients",
+        "= state_and_gradients not with [training] reduce_every_microbatch, a comparison of gradients and a pipeline whose first and "
+        "last stage share a table",
     ]
 
 

@@ -44,6 +44,7 @@ from trainer.base.config.schema.facts import (
     LOCAL_MODEL,
     OWN_OBJECTIVE,
     PLANNED,
+    SHARES_TABLE,
     SPLITS_BACKWARD,
     STEPS_GIVEN,
     SWEPT,
@@ -193,6 +194,11 @@ ROWS: tuple[Row, ...] = (
     # ---------------------------------------------------------------- layout
     needs(When("parallel.ep", above=1), HAS_EXPERTS, "ep distributes experts"),
     Row(_PIPELINE, _BATCHWISE, "a pipeline reduces gradients once per step"),
+    needs(SHARES_TABLE, TORCH_2_13, "older versions of FSDP wait for modules that the last stage does not run"),
+    *(
+        Row(SHARES_TABLE, condition, "the gradients of both stages are added after backward")
+        for condition in (_IN_BACKWARD, _GRADIENTS_OFFLOADED)
+    ),
     needs(SPLITS_BACKWARD, TORCH_2_13, "older versions cannot split a backward with functions written in Python"),
     Row(
         SPLITS_BACKWARD,

@@ -219,8 +219,11 @@ class HuggingFaceWeights(Weights):
             ignored = _other_modules(stored.keys() - keys.values())
             hf, sizes = described.spec.huggingface, described.sizes
             keys = {name_from_files(hf, sizes, name): key for name, key in keys.items()}
-            copies = [f"{module}.weight" for module in prediction_copies(hf, sizes)]
-            ignored += [keys.pop(name) for name in copies if name in keys]
+            for copy, module in prediction_copies(hf, sizes).items():
+                if (key := keys.pop(f"{copy}.weight", None)) is not None:
+                    original = keys.get(stored_name(hf, f"{module}.weight"), key)
+                    if not _are_equal(folder, [(name, stored[name]) for name in (key, original)]):
+                        raise CorruptError(f"{key} differs from {original}: such prediction layers are not supported")
             if not any(name.startswith(f"model.layers.{sizes.n_layers}.") for name in keys):
                 described = replace(described, sizes=sizes.without_prediction())  # transformers does not write them
             weights = saved_weights(meta_model(described.spec.model, described.sizes))

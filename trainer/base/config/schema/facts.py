@@ -14,6 +14,7 @@ HAS_EXPERTS = Fact("a model with experts")
 HAS_CORRECTION = Fact("a model whose routers have a correction")
 PREDICTS = Fact("layers for multi-token prediction (model.overrides.prediction_layers)")
 TIED = Fact("a model with tied embeddings")
+SHARES_TABLE = Fact("a pipeline whose first and last stage share a table", "parallel.pp")
 SPLITS_BACKWARD = Fact(
     "a pipeline that computes gradients of inputs and weights separately", "parallel.pipeline_schedule"
 )
