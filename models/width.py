@@ -15,7 +15,7 @@ WIDTH_ROLES = {
     "scaled_input": 0.0,  # an embedding that is multiplied by sqrt(dim), which cancels 1 / dim
     "widening": 0.0,  # a matrix with a constant number of inputs: variance 1 / number of inputs
     "hidden": 0.0,  # variance 1 / number of inputs, which grows
-    "output": 0.5,  # a constant number of outputs, such as logits of tokens or experts: variance base width / dim**2
+    "output": 0.5,  # a constant number of outputs, such as logits: variance base width / dim**2
 }
 """Role of a parameter, by which of its dims grow with the width: none or its only one, its outputs (three roles), both, its inputs
 -> power of base width / dim that multiplies the initial values of Model.init_parameter."""
