@@ -17,8 +17,8 @@ WIDTH_ROLES = {
     "hidden": 0.0,  # variance 1 / number of inputs, which grows
     "output": 0.5,  # a constant number of outputs, such as logits: variance base width / dim**2
 }
-"""Role of a parameter, by which of its dims grow with the width: none or its only one, its outputs (three roles), both, its inputs
--> power of base width / dim that multiplies the initial values of Model.init_parameter."""
+"""Role of a parameter, by which of its dims grow with the width: none or its only one, its outputs (three roles), both, its
+inputs -> power of base width / dim that multiplies the initial values of Model.init_parameter."""
 
 
 def width_role(model: nn.Module, name: str) -> str:
