@@ -61,8 +61,9 @@ class Decoder(nn.Module):
         context = Context.of(tokens) if context is None else context
         names = {index: self.layer_kinds[int(index)] for index in self.layers}  # kinds of this pipeline stage's layers
         contexts = {name: self._context_of_kind(name, context) for name in dict.fromkeys(names.values())}
-        # Later stages of a pipeline get the hidden state.
-        h = tokens if tokens.is_floating_point() else self.tok_embeddings(tokens)  # (batch, seq, dim)
+        # The last stage of a pipeline gets a hidden state, and may have the embedding for its predictions.
+        is_embedded = tokens.is_floating_point() and isinstance(self.tok_embeddings, nn.Embedding)
+        h = tokens if is_embedded else self.tok_embeddings(tokens)  # (batch, seq, dim)
         for index, layer in self.layers.items():
             if int(index) < self.sizes.n_layers:
                 h = layer(h, contexts[names[index]])

@@ -547,11 +547,11 @@ CASES = {
         "--parallel.pp 2 --training.reduce_every_microbatch true",
         "--parallel.pp 2: is incompatible with [training] reduce_every_microbatch: a pipeline reduces gradients once per step",
     ),
-    "a pipeline whose first and last stage share a table needs torch >= 2.13": Case(
-        "--parallel.pp 2 --model.overrides.tied_embeddings true",
-        "--parallel.pp 2: needs torch >= 2.13 (2.11.0 is installed): older versions of FSDP wait for modules that the last stage "
-        "does not run",
-        facts={facts.SHARES_TABLE: Known(True), facts.TORCH_2_13: Known(False, "2.11.0 is installed")},
+    "[parallel] pp > 1 needs torch >= 2.13 with [training] prediction_weight": Case(
+        "--parallel.pp 2 --model.name glm-4.5 --model.overrides.prediction_layers 1 --training.prediction_weight 0.1",
+        "--parallel.pp 2: needs torch >= 2.13 with [training] prediction_weight (2.11.0 is installed): older versions of FSDP wait "
+        "for the embedding, which evaluations do not run in the last stage",
+        facts={facts.PREDICTS: Known(True), facts.TORCH_2_13: Known(False, "2.11.0 is installed")},
     ),
     "a pipeline whose first and last stage share a table is incompatible with [optimizer] in_backward": Case(
         "--parallel.pp 2 --model.overrides.tied_embeddings true --optimizer.in_backward true --training.max_norm none "

@@ -194,7 +194,12 @@ ROWS: tuple[Row, ...] = (
     # ---------------------------------------------------------------- layout
     needs(When("parallel.ep", above=1), HAS_EXPERTS, "ep distributes experts"),
     Row(_PIPELINE, _BATCHWISE, "a pipeline reduces gradients once per step"),
-    needs(SHARES_TABLE, TORCH_2_13, "older versions of FSDP wait for modules that the last stage does not run"),
+    needs(
+        _PIPELINE,
+        TORCH_2_13,
+        "older versions of FSDP wait for the embedding, which evaluations do not run in the last stage",
+        given=When("training.prediction_weight"),
+    ),
     *(
         Row(SHARES_TABLE, condition, "the gradients of both stages are added after backward")
         for condition in (_IN_BACKWARD, _GRADIENTS_OFFLOADED)
