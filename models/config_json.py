@@ -103,9 +103,9 @@ def number_of_layers(config: Config, key: str, default: int) -> int:
 
 
 def read_prediction(config: Config, key: str = PREDICTION_KEY) -> dict[str, Any]:
-    """Return the number of layers for multi-token prediction, as a size: one if the file does not have it, as in transformers.
-    Whether there are any, the tensors tell. Raises ValueError. key: of the number."""
-    return {"prediction_layers": number_of_layers(config, key, 1) or None}
+    """Return the number of layers for multi-token prediction: one if the file does not have it, as in transformers, and None for
+    0. Whether there are any, the tensors tell. Raises ValueError. key: of the number."""
+    return {key: number_of_layers(config, key, 1) or None}
 
 
 def write_prediction(sizes: Sizes, key: str = PREDICTION_KEY) -> dict[str, Any]:

@@ -305,7 +305,7 @@ DEEPSEEK_V3 = ModelSpec(
         write=lambda sizes: write_leading_dense(sizes) | write_prediction(sizes),
         size_keys=ROUTED_KEYS | {"head_dim": "qk_rope_head_dim"},
         aliases=ROUTED_ALIASES,
-        omitted=("sparse_layers", "prediction_layers"),
+        omitted=("sparse_layers",),
         names=LATENT_NAMES | PredictionBlock.NAMES,
         prediction_copies=PREDICTION_COPIES,
     ),

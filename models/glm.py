@@ -99,7 +99,7 @@ GLM_4_5 = ModelSpec(
         write=lambda sizes: write_leading_dense(sizes) | write_prediction(sizes),
         size_keys=ROUTED_KEYS,
         aliases=ROUTED_ALIASES,
-        omitted=("sparse_layers", "prediction_layers"),
+        omitted=("sparse_layers",),
         names=CORRECTED_NAMES | PredictionBlock.NAMES,
         prediction_copies=PREDICTION_COPIES,
     ),

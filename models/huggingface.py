@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from models.config_json import Config
+from models.config_json import PREDICTION_KEY, Config
 from models.sizes import Sizes
 
 NAMES = {
@@ -57,6 +57,7 @@ FIELDS = {
     "experts_per_token": "num_experts_per_tok",
     "normalize_weights": "norm_topk_prob",
     "expert_hidden_dim": "moe_intermediate_size",
+    "prediction_layers": PREDICTION_KEY,
 }
 """Name of a size -> its key in config.json. Sizes that are not listed have the same name there."""
 

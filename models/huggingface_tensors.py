@@ -1,11 +1,13 @@
 """Tensors in Hugging Face's format: their names, and the parameters, matrices and rows that they contain."""
 
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Collection, Iterable, Mapping
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
+from models.blocks import PredictionBlock
 from models.huggingface import HuggingFace, StoredStack
 from models.sizes import Sizes
 
@@ -53,14 +55,23 @@ def name_in_files(hf: HuggingFace, sizes: Sizes, stored: str) -> str:
 
 
 def name_from_files(hf: HuggingFace, sizes: Sizes, name: str) -> str:
-    """Inverse of `name_in_files`."""
-    return _with_other_beginning({stored: own for own, stored in _prediction_names(hf, sizes).items()}, name)
+    """Inverse of `name_in_files`. A name that no file of the family has gets a remark."""
+    own = _with_other_beginning({stored: own for own, stored in _prediction_names(hf, sizes).items()}, name)
+    in_files = name_in_files(hf, sizes, name)
+    return f"{in_files}, which is called {name}," if own == name != in_files else own
 
 
 def _prediction_names(hf: HuggingFace, sizes: Sizes) -> dict[str, str]:
     """Return beginning of a name, as `stored_name` returns it -> that in the files, where they differ."""
-    names = hf.prediction_names if sizes.prediction_layers else {}
-    return {f"model.layers.{sizes.n_layers}.{inner}": stored for inner, stored in names.items()}
+    return {f"model.layers.{sizes.n_layers}.{inner}": stored for inner, stored in hf.prediction_names.items()}
+
+
+def stored_prediction_layers(names: Collection[str], sizes: Sizes) -> int:
+    """Return the number of layers for multi-token prediction that have some of the tensors of no other layer. names: of stored
+    tensors, as `stored_name` returns them."""
+    own = set(PredictionBlock.NAMES.values())
+    found = (re.fullmatch(r"model\.layers\.(\d+)\.(.*)\.weight", name) for name in names)
+    return len({index[1] for index in found if index and index[2] in own and int(index[1]) >= sizes.n_layers})
 
 
 def _with_other_beginning(beginnings: Mapping[str, str], name: str) -> str:

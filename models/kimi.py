@@ -15,7 +15,7 @@ from models.deepseek import LATENT_NAMES, DeepSeekSizes, LatentAttention, read_l
 from models.huggingface import HuggingFace, shared_expert_names
 from models.hybrid import require_filter
 from models.kda import KimiDeltaAttention, KimiDeltaKind
-from models.sizes import DEBUG, DEBUG_EXPERTS, TypedLayers, text_of
+from models.sizes import DEBUG, DEBUG_EXPERTS, TypedLayers, require, text_of
 from models.spec import LayerKind, ModelSpec, SizeError
 
 
@@ -79,6 +79,10 @@ def _read(config: Config) -> Config:
     if not isinstance(linear, Mapping):
         raise ValueError(f"linear_attn_config {text_of(linear)}: must be null or an object")
     given = {name: linear[key] for name, key in _LINEAR_KEYS.items() if linear.get(key) is not None}
+    for name, value in given.items():
+        require(f"linear_attn_config.{_LINEAR_KEYS[name]}", value, int)
+    if len(listed := [key for key in _LISTS.values() if key in linear]) == 1:
+        raise ValueError(f"linear_attn_config has {listed[0]}, but not {' or '.join({*_LISTS.values()} - {*listed})}")
     types = [LAYER_TYPES["full" if i and i % 4 == 0 else "linear"] for i in range(layers)]
     if all(key in linear for key in _LISTS.values()):
         lists = {name: linear[key] for name, key in _LISTS.items()}
@@ -87,6 +91,10 @@ def _read(config: Config) -> Config:
             names = " and ".join(_LISTS.values())
             raise ValueError(f"linear_attn_config: {names} must list each of the layers 1 to {layers} once")
         types = [next(name for name, listed in lists.items() if i in listed) for i in range(1, layers + 1)]
+        if first(config.get("layer_types"), types) != types:
+            raise ValueError(
+                f"layer_types {text_of(config['layer_types'])}: contradicts the lists of linear_attn_config"
+            )
     config = {**config, **given, "layer_types": first(config.get("layer_types"), types)}
     return {**config, "sparse_layers": _sparse_layers(config)}
 

@@ -258,8 +258,12 @@ class PredictionSizes(Sizes):
     def __post_init__(self) -> None:
         super().__post_init__()
         if (self.prediction_layers or 0) > self.MAX_PREDICTION_LAYERS:
-            message = f"prediction_layers {self.prediction_layers} must be at most {self.MAX_PREDICTION_LAYERS}"
-            raise SizeError(message, "prediction_layers")
+            rule = (
+                f"must be at most {self.MAX_PREDICTION_LAYERS}"
+                if self.MAX_PREDICTION_LAYERS
+                else "this family has none"
+            )
+            raise SizeError(f"prediction_layers {self.prediction_layers}: {rule}", "prediction_layers")
 
 
 class TypedLayers:

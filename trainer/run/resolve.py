@@ -110,7 +110,8 @@ def resolve(config: Config, world_size: int) -> ResolvedRun:
     buffers = frozenset(saved_buffers(model))
     optimizer = resolve_optimizer(config.optimizer, model, trained, sizes, name, dims.tp)
     compatibility.check(config, known | trained_facts(config, model, spec, sizes, dims, trained, optimizer))
-    dimensions = {f"model.{name}": value for name, value in asdict(sizes).items()}
+    names = {"prediction_layers": "prediction_layers ([training] prediction_weight)"}
+    dimensions = {f"model.{names.get(name, name)}": value for name, value in asdict(sizes).items()}
     sequence_shards = dims.cp * (dims.tp if config.parallel.sequence_parallel else 1)
     return ResolvedRun(
         family=family,
@@ -194,6 +195,9 @@ def _with_trained_layers(sizes: Any, config: Config) -> Any:
     """Return the sizes without layers for multi-token prediction, if the run does not train them. Raises ConfigError if the
     settings ask for them."""
     if config.training.prediction_weight:
+        if (sizes.prediction_layers or 0) >= config.training.seq_len:
+            message = f"must be above the number of layers for multi-token prediction, {sizes.prediction_layers}"
+            raise ConfigError("training.seq_len", f"{message}, of which the last would have no target")
         return sizes
     if "prediction_layers" in config.model.overrides and sizes.prediction_layers:
         message = "has an effect only with [training] prediction_weight"

@@ -168,19 +168,33 @@ def test_the_tensors_decide_whether_there_are_layers_for_multi_token_prediction(
     assert source.files() == "model.safetensors"
     correction = source.rows("layers.1.feed_forward.router.correction", 0, 8)
     assert torch.equal(correction, tensors["model.layers.1.mlp.gate.e_score_correction_bias"])
-    (tmp_path / "config.json").write_text(json.dumps(config | {key: 0}))
-    with pytest.raises(ConfigError, match=r"layers\.4\.eh_proj\.weight is not a parameter of this model"):
-        HuggingFaceWeights.open(tmp_path)
-    save_file(tensors | dict(list(layer.items())[3:]), tmp_path / "model.safetensors")
+    for number in (0, 2):
+        (tmp_path / "config.json").write_text(json.dumps(config | {key: number}))
+        message = f"config.json has {key} {number}, but the files have 1 layer for multi-token prediction"
+        with pytest.raises(ConfigError, match=message):
+            HuggingFaceWeights.open(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file(tensors | dict(list(layer.items())[3:]), tmp_path / "model.safetensors")
     with pytest.raises(ConfigError, match=r"cannot load .*: model\.layers\.4\.\S+ is missing"):
         HuggingFaceWeights.open(tmp_path)
-    layer["model.layers.4.shared_head.head.weight"][3, 5] += 1
+    name = "model.layers.4.shared_head.head.weight"
+    message = f"{name} differs from lm_head.weight: such prediction layers are not supported"
+    for copy in (layer[name] + 1, layer[name][:-1].clone(), layer[name][:0].clone(), layer[name][0, 0].clone()):
+        save_file(tensors | layer | {name: copy}, tmp_path / "model.safetensors")
+        with pytest.raises(ConfigError, match=message):
+            HuggingFaceWeights.open(tmp_path)
+
+
+def test_tensors_of_a_prediction_layer_are_named_as_in_the_files(tmp_path):
+    hf_model_of("qwen3.5", 0).save_pretrained(tmp_path)
+    tensors, layer = load_file(tmp_path / "model.safetensors"), prediction_layer_of("qwen3.5", 0)
+    projection = layer.pop("mtp.fc.weight")
     save_file(tensors | layer, tmp_path / "model.safetensors")
-    message = (
-        r"layers\.4\.shared_head\.head\.weight differs from lm_head\.weight: such prediction layers are not supported"
-    )
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=r"cannot load .*: mtp\.fc\.weight is missing"):
+        HuggingFaceWeights.open(tmp_path)
+    save_file(tensors | layer | {"model.layers.4.eh_proj.weight": projection}, tmp_path / "model.safetensors")
+    remark = r"mtp\.fc\.weight, which is called model\.layers\.4\.eh_proj\.weight, is not a parameter of this model"
+    with pytest.raises(ConfigError, match=rf"{remark}; mtp\.fc\.weight is missing"):
         HuggingFaceWeights.open(tmp_path)
 
 

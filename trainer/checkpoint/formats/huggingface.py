@@ -22,11 +22,13 @@ from models.huggingface_tensors import (
     is_stacked,
     join_tensors,
     name_from_files,
+    name_in_files,
     own_names,
     prediction_copies,
     restore_rows,
     stack_of,
     stored_name,
+    stored_prediction_layers,
     stored_shape,
     text_name,
 )
@@ -35,6 +37,7 @@ from trainer.base.config import ConfigError
 from trainer.base.config.recognition import recognise, require, unread_weights
 from trainer.base.config.tokenizer_and_template import template_file
 from trainer.base.system.files import LARGEST_JSON, digest, digest_of
+from trainer.base.system.spelling import counted
 from trainer.checkpoint import manifest
 from trainer.checkpoint.formats import fp8_blocks
 from trainer.checkpoint.formats.huggingface_files import (
@@ -156,7 +159,8 @@ def _weight_index(
     every = model.named_parameters(remove_duplicate=False)
     tied = {stored_name(hf, name): parameter for name, parameter in every if name not in parameters}
     tied = {name: parameter for name, parameter in tied.items() if name in stored}
-    require_parameters(folder, stored, expected | tied)
+    in_files = [{name_in_files(hf, sizes, n): t for n, t in tensors.items()} for tensors in (stored, expected | tied)]
+    require_parameters(folder, *in_files)
     for name, parameter in tied.items():
         original = stored_name(hf, originals[parameter])
         if not _are_equal(folder, [(keys[n], stored[n]) for n in (name, original)]):
@@ -177,12 +181,14 @@ def _weight_index(
 
 
 def _are_equal(folder: Path, tensors: Sequence[tuple[str, TensorMetadata]]) -> bool:
-    """Return whether two stored tensors of the same shape have the same dtype and content. tensors: name in the files, and
-    metadata. Raises CorruptError."""
+    """Return whether two stored matrices have the same shape, dtype and bits. tensors: name in the files, and metadata. Raises
+    CorruptError."""
     read_a, read_b = (partial(read_rows, folder, *tensor) for tensor in tensors)
     (_, a), (_, b) = tensors
+    if (a.dtype, a.shape) != (b.dtype, b.shape):
+        return False
     chunks = ((start, min(start + _ROWS, a.shape[0])) for start in range(0, a.shape[0], _ROWS))
-    return a.dtype == b.dtype and all(torch.equal(read_a(*rows), read_b(*rows)) for rows in chunks)
+    return all(torch.equal(read_a(*rows).view(torch.uint8), read_b(*rows).view(torch.uint8)) for rows in chunks)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,8 +230,12 @@ class HuggingFaceWeights(Weights):
                     original = keys.get(stored_name(hf, f"{module}.weight"), key)
                     if not _are_equal(folder, [(name, stored[name]) for name in (key, original)]):
                         raise CorruptError(f"{key} differs from {original}: such prediction layers are not supported")
-            if not any(name.startswith(f"model.layers.{sizes.n_layers}.") for name in keys):
+            count = stored_prediction_layers(keys, sizes)
+            if count == 0:
                 described = replace(described, sizes=sizes.without_prediction())  # transformers does not write them
+            elif count != (expected := sizes.prediction_layers or 0):
+                field = f"config.json has {key_of(hf, 'prediction_layers', described.config)} {expected}"
+                raise CorruptError(f"{field}, but the files have {counted(count, 'layer')} for multi-token prediction")
             weights = saved_weights(meta_model(described.spec.model, described.sizes))
             keys = own_names(hf, keys, by_matrix(hf, weights))
             if problem := _other_number_of_experts(described, {name: stored[key] for name, key in keys.items()}):
