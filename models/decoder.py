@@ -45,7 +45,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.sizes = sizes
         # Layers for multi-token prediction attend to all earlier tokens, in all families.
-        self.layer_kinds = (*sizes.layer_kinds, *("full",) * (sizes.prediction_layers or 0))
+        self.layer_kinds = (*sizes.layer_kinds, *("full" for _ in range(sizes.prediction_layers or 0)))
         kinds = sizes.kinds()
         self.kinds = {name: kinds[name] for name in dict.fromkeys(self.layer_kinds)}
         self.masks = nn.ModuleDict({name: kind.mask() for name, kind in self.kinds.items()})

@@ -102,8 +102,8 @@ def row(family: str, spec: ModelSpec) -> str:
         predicts, sizes = spec.by_size[name].prediction_layers, spec.by_size[name].without_prediction()
         if all(getattr(sizes, "all_sparse_layers", ())):  # otherwise its first layers may be dense
             sizes = replace(sizes, n_layers=len(shortest_period(sizes.layer_kinds)))
-        found = traits(meta_model(spec.model, sizes)) + ["multi-token prediction"] * bool(predicts)
-        for trait in found:
+        found = traits(meta_model(spec.model, sizes))
+        for trait in [*found, "multi-token prediction"] if predicts else found:
             having.setdefault(trait, []).append(name)
     texts = [t if names == published else f"{t} ({', '.join(names)})" for t, names in having.items()]
     hf = spec.huggingface

@@ -377,7 +377,8 @@ class CrossEntropy:
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        return ("prediction_loss",) * bool(self.prediction_weight) + ("z_loss",) * bool(self.z_loss)
+        factors = {"prediction_loss": self.prediction_weight, "z_loss": self.z_loss}
+        return tuple(name for name, factor in factors.items() if factor)
 
     @property
     def shape(self) -> tuple[int, ...]:
