@@ -16,7 +16,6 @@ from trainer.base.config import Config
 from trainer.batch import Batch
 from trainer.objective.cross_entropy import CrossEntropy
 from trainer.objective.objective import Objective, require_complete
-from trainer.objective.prediction import with_future
 from trainer.objective.preference import Preference
 from trainer.optim.optimizer import Optimizer, optimizer_class
 from trainer.optim.weight_average import WeightAverage
@@ -121,7 +120,7 @@ class Engine:
         require_complete(objective)
         self.config, self.device, self.objective = config, device, objective
         self.width_ratio, self.saved_names = resolved.optimizer.width_ratio, resolved.saved_names
-        self.model_parts, self.num_predictions = model_parts, resolved.structure.num_predictions
+        self.model_parts = model_parts
         self._allocate()
         share_table(model_parts, resolved.structure)
         self.table = f"{table}.weight" if (table := resolved.structure.table) else ""
@@ -173,6 +172,7 @@ class Engine:
         common = {
             "model_parts": self.model_parts,
             "objective": self.objective,
+            "num_predictions": resolved.structure.num_predictions,
             "shard_sequence": partial(shard_sequence, rank=cp.get_local_rank(), ranks=cp.size()),
             "timer": self.timer,
             "batch_group": self.batch_group,
@@ -231,7 +231,7 @@ class Engine:
             self.expert_load.start_step(len(microbatches) * self.samples_per_microbatch)
         if self.config.optimizer.in_backward:
             on_before_update()
-        means = self.forward_backward([with_future(b, self.num_predictions) for b in microbatches], num_terms)
+        means = self.forward_backward(microbatches, num_terms)
         routing = {} if self.expert_load is None else self.expert_load.take()
         self.timer.start("clip")
         grad_norm, votes = self.optimizer.clip(self.config.training.max_norm, vote=stop)

@@ -12,6 +12,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_s
 
 from trainer.batch import Batch
 from trainer.objective.objective import Readout
+from trainer.objective.prediction import with_future
 from trainer.parallel.stages import Stage
 from trainer.parallel.step import Step, context_of
 from trainer.runtime.distributed import sum_over
@@ -80,7 +81,7 @@ class PipelineStep(Step):
             self.num_microbatches = len(microbatches)
             self._build_schedule()
         self.num_terms, self.results = num_terms, []
-        batch = Batch.cat([self.shard_sequence(batch) for batch in microbatches])
+        batch = Batch.cat([self.shard_sequence(with_future(batch, self.num_predictions)) for batch in microbatches])
         reference = {} if batch.reference is None else {"reference": batch.reference}
         self.timer.start("pipeline")
         self.schedule.step(

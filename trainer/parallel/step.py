@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 from models.context import Context
 from trainer.batch import Batch
 from trainer.objective.objective import Objective, Readout, by_name
+from trainer.objective.prediction import with_future
 from trainer.parallel.fsdp import reshard_all
 from trainer.runtime.distributed import sum_over
 from trainer.runtime.step_timer import StepTimer
@@ -34,6 +35,8 @@ class Step(ABC):
     model_parts: Mapping[Any, nn.Module]
     """Stage -> this rank's part of the model, in order. Without pipeline parallelism, the only part is the model."""
     objective: Objective
+    num_predictions: int = 0
+    """Number of layers for multi-token prediction, which only training runs."""
     shard_sequence: Callable[[Batch], Batch]
     """Function that maps a batch of full sequences to this rank's shard of each sequence."""
     batch_group: ProcessGroup
@@ -110,7 +113,8 @@ class SpmdStep(Step):
         for i, batch in enumerate(microbatches):
             self.start_microbatch(i == len(microbatches) - 1)
             self.timer.start("forward")
-            result = self._forward(self.shard_sequence(batch), self.objective) / num_terms
+            batch = self.shard_sequence(with_future(batch, self.num_predictions))
+            result = self._forward(batch, self.objective) / num_terms
             self.timer.start("backward")
             result.backward(torch.ones_like(result))  # only the loss has a gradient, metrics have none
             results.append(result.detach())

@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from models import llama
 from models.rope import rotate_halves
 from models.spec import meta_model, tensor_styles
-from trainer import engine
 from trainer.adapters import apply as adapters
 from trainer.adapters import nf4
 from trainer.base.config import Config
@@ -30,6 +29,7 @@ from trainer.objective.prediction import with_future
 from trainer.optim import muon
 from trainer.optim.exchange import Matrix, Sharding
 from trainer.parallel import balance, experts, float8, tensor
+from trainer.parallel import step as steps
 from trainer.parallel.activation_checkpoint import Forward
 from trainer.parallel.attention import Mask
 from trainer.parallel.balance import Balance, ExpertLoad
@@ -203,7 +203,7 @@ def _future_of_a_part() -> AbstractContextManager:
         labels, future = (torch.cat([getattr(part, name) for part in parts], 1) for name in ("labels", "future"))
         return batch._replace(labels=labels, future=future)
 
-    return patch.object(engine, "with_future", shifted_in_parts)
+    return patch.object(steps, "with_future", shifted_in_parts)
 
 
 def _has_boundaries(config: Config, resolved: ResolvedRun) -> bool:
