@@ -96,7 +96,7 @@ class Task:
             **{
                 f"model.overrides.{name}": str(size).lower()
                 for name, size in asdict(self.sizes).items()
-                if debug.get(name) != size
+                if debug[name] != size
             },
         }
         defaults = self.folder / "defaults.toml"
