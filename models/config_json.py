@@ -43,6 +43,15 @@ def first(*values: Any) -> Any:
     return next(value for value in values if value is not None)
 
 
+def list_of_layers(config: Config, key: str, default: list[Any]) -> list[Any]:
+    """Return a list of config.json with one value for each layer. Raises ValueError."""
+    values, layers = first(config.get(key), default), config["num_hidden_layers"]
+    if not isinstance(values, list) or len(values) != layers:
+        found = f"a list of length {len(values)}" if isinstance(values, list) else text_of(values)
+        raise ValueError(f"{key} must have one value for each of the {layers} layers, instead of {found}")
+    return values
+
+
 def _object(config: Config, key: str) -> Config:
     """Return a value of config.json that is null or an object. Raises ValueError."""
     value = first(config.get(key), {})
@@ -110,7 +119,7 @@ def read_prediction(config: Config, key: str = PREDICTION_KEY) -> dict[str, Any]
 
 def write_prediction(sizes: Sizes, key: str = PREDICTION_KEY) -> dict[str, Any]:
     """Inverse of read_prediction."""
-    return {key: sizes.prediction_layers or 0}
+    return {key: len(sizes.predictions)}
 
 
 def full_attention_interval(types: Sequence[str]) -> int | None:
@@ -194,11 +203,10 @@ def read_windows(config: Config, sizes_type: type[Sizes]) -> dict[str, Any]:
     sizes = {f.name: f.type for f in fields(sizes_type)}
     own = get_args(get_args(sizes["layer_types"])[0]) if "layer_types" in sizes else ("full", "sliding")
     window = config.get("sliding_window") if "window" in sizes else None
-    names, layers = {LAYER_TYPES[name]: name for name in own}, config["num_hidden_layers"]
+    names = {LAYER_TYPES[name]: name for name in own}
     full, sliding = LAYER_TYPES["full"], LAYER_TYPES["sliding"]
-    listed = first(config.get("layer_types"), [full if window is None else sliding] * layers)
-    if not isinstance(listed, list) or len(listed) != layers:
-        raise ValueError("layer_types must have one entry for each of the num_hidden_layers layers")
+    default = [full if window is None else sliding] * config["num_hidden_layers"]
+    listed = list_of_layers(config, "layer_types", default)
     if unknown := [name for name in listed if name not in tuple(names)]:
         raise ValueError(f"layer_types {text_of(unknown[0])}: this model supports only {' and '.join(names)}")
     if window is None and sliding in listed:

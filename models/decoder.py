@@ -45,7 +45,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.sizes = sizes
         # Layers for multi-token prediction attend to all earlier tokens, in all families.
-        self.layer_kinds = (*sizes.layer_kinds, *("full" for _ in range(sizes.prediction_layers or 0)))
+        self.layer_kinds = (*sizes.layer_kinds, *("full" for _ in sizes.predictions))
         kinds = sizes.kinds()
         self.kinds = {name: kinds[name] for name in dict.fromkeys(self.layer_kinds)}
         self.masks = nn.ModuleDict({name: kind.mask() for name, kind in self.kinds.items()})
@@ -126,13 +126,13 @@ class Decoder(nn.Module):
         """
         linear = sum(multiply_adds(self).values())
         mixers = sum(self.kinds[name].multiply_adds(seq_len) for name in self.layer_kinds) // seq_len
-        outputs = (self.sizes.prediction_layers or 0) * self.output.weight.numel()  # beside the first one
+        outputs = len(self.sizes.predictions) * self.output.weight.numel()  # beside the first one
         return 3 * 2 * (linear + mixers + outputs)
 
     def structure(self) -> Structure:
         """See models.spec.Model."""
         tied = self.output.weight is self.tok_embeddings.weight
-        predictions = self.sizes.prediction_layers or 0
+        predictions = len(self.sizes.predictions)
         joined = tied or predictions > 0
         divisible = [size for kind in self.kinds.values() for size in kind.HEADS]
         if any(isinstance(layer.feed_forward, FeedForward) for layer in self.layers.values()):

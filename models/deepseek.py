@@ -138,9 +138,9 @@ class LatentAttention(nn.Module):
 
 def sparse_or_dense(sizes: GroupedMixtureSizes, index: int) -> nn.Module:
     """Return the feed-forward layer of a block, which is given by its index."""
-    if index < sizes.n_layers and not sizes.all_sparse_layers[index]:
-        return FeedForward(sizes.dim, sizes.hidden_dim)
-    return MixtureOfExperts(sizes, CorrectedRouter(sizes), shared=FeedForward(sizes.dim, sizes.shared_dim))
+    if sizes.is_sparse(index):
+        return MixtureOfExperts(sizes, CorrectedRouter(sizes), shared=FeedForward(sizes.dim, sizes.shared_dim))
+    return FeedForward(sizes.dim, sizes.hidden_dim)
 
 
 def deepseek(sizes: DeepSeekSizes) -> Decoder:

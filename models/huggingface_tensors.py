@@ -80,8 +80,9 @@ def _with_other_beginning(beginnings: Mapping[str, str], name: str) -> str:
 
 def prediction_copies(hf: HuggingFace, sizes: Sizes) -> dict[str, str]:
     """Return module in the files -> module of the model whose weight it repeats, of all layers for multi-token prediction."""
-    layers = range(sizes.n_layers, sizes.n_layers + (sizes.prediction_layers or 0))
-    return {f"model.layers.{i}.{copy}": module for i in layers for copy, module in hf.prediction_copies.items()}
+    return {
+        f"model.layers.{i}.{copy}": module for i in sizes.predictions for copy, module in hf.prediction_copies.items()
+    }
 
 
 def own_names(hf: HuggingFace, keys: Mapping[str, str], matrices: Iterable[str]) -> dict[str, str]:

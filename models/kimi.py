@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 from torch import nn
 
 from models.attention import AttentionKind
-from models.config_json import LAYER_TYPES, Config, first, write_layer_types
+from models.config_json import LAYER_TYPES, Config, first, list_of_layers, write_layer_types
 from models.decoder import Decoder, pre_norm_decoder
 from models.deepseek import LATENT_NAMES, DeepSeekSizes, LatentAttention, read_leading_dense, sparse_or_dense
 from models.huggingface import HuggingFace, shared_expert_names
@@ -101,11 +101,11 @@ def _read(config: Config) -> Config:
 
 def _sparse_layers(config: Config) -> list[bool]:
     """Return whether each layer is a mixture of experts. Raises ValueError."""
-    layers, types = config["num_hidden_layers"], config.get("mlp_layer_types")
-    if types is None:
+    if config.get("mlp_layer_types") is None:
         return read_leading_dense(config, 1)
-    if not isinstance(types, list) or len(types) != layers or any(name not in ("dense", "sparse") for name in types):
-        raise ValueError(f"mlp_layer_types {text_of(types)}: must have dense or sparse for each of the {layers} layers")
+    types = list_of_layers(config, "mlp_layer_types", [])
+    if any(name not in ("dense", "sparse") for name in types):
+        raise ValueError(f"mlp_layer_types {text_of(types)}: each value must be dense or sparse")
     if types != sorted(types):
         raise ValueError(f"mlp_layer_types {text_of(types)}: dense layers must precede all layers with experts")
     if "sparse" not in types:

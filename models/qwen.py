@@ -54,8 +54,7 @@ def qwen3(sizes: Qwen3Sizes) -> Decoder:
 
 def qwen3_moe(sizes: Qwen3MoeSizes) -> Decoder:
     def feed_forward(index: int) -> nn.Module:
-        is_sparse = sizes.all_sparse_layers[index]
-        return MixtureOfExperts(sizes) if is_sparse else FeedForward(sizes.dim, sizes.hidden_dim)
+        return MixtureOfExperts(sizes) if sizes.is_sparse(index) else FeedForward(sizes.dim, sizes.hidden_dim)
 
     return pre_norm_decoder(sizes, partial(_attention, sizes), feed_forward)
 

@@ -123,8 +123,7 @@ def _decoder(sizes: Qwen35Sizes, delta_net: type[GatedDeltaNet]) -> Decoder:
         return GatedAttention(sizes, kind) if is_attention else delta_net(sizes.dim, kind, sizes.norm_eps)
 
     def feed_forward(index: int) -> nn.Module:
-        has_experts = isinstance(sizes, MixtureSizes)
-        if has_experts and (index >= sizes.n_layers or sizes.all_sparse_layers[index]):
+        if isinstance(sizes, MixtureSizes) and sizes.is_sparse(index):
             return GatedSharedExpert(sizes)
         return FeedForward(sizes.dim, sizes.hidden_dim)
 

@@ -102,6 +102,11 @@ class Sizes:
         """Return the sizes for sequences of this length."""
         return self
 
+    @property
+    def predictions(self) -> range:
+        """Indices of the layers for multi-token prediction."""
+        return range(self.n_layers, self.n_layers + (self.prediction_layers or 0))
+
     def without_prediction(self) -> Self:
         """Return the sizes of the model without layers for multi-token prediction."""
         return replace(self, prediction_layers=None) if self.prediction_layers else self
@@ -257,7 +262,7 @@ class PredictionSizes(Sizes):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if (self.prediction_layers or 0) > self.MAX_PREDICTION_LAYERS:
+        if len(self.predictions) > self.MAX_PREDICTION_LAYERS:
             rule = (
                 f"must be at most {self.MAX_PREDICTION_LAYERS}"
                 if self.MAX_PREDICTION_LAYERS
@@ -325,6 +330,10 @@ class MixtureSizes(DecoderSizes):
     def all_sparse_layers(self) -> tuple[bool, ...]:
         """Whether each layer is a mixture of experts. Those for multi-token prediction, which all are, are not listed."""
         return (True,) * self.n_layers
+
+    def is_sparse(self, layer: int) -> bool:
+        """Return whether a layer, which is given by its index, is a mixture of experts."""
+        return layer in self.predictions or self.all_sparse_layers[layer]
 
 
 @dataclass(frozen=True, kw_only=True)

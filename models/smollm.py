@@ -4,7 +4,7 @@ Dimensions: config.json of the published model."""
 from dataclasses import dataclass, replace
 
 from models.attention import Attention, AttentionKind
-from models.config_json import Config, first, with_layer_types, write_layer_types
+from models.config_json import Config, first, list_of_layers, with_layer_types, write_layer_types
 from models.decoder import Decoder, pre_norm_decoder
 from models.gguf import Gguf
 from models.huggingface import HuggingFace
@@ -47,9 +47,7 @@ def smollm3(sizes: SmolLM3Sizes) -> Decoder:
 def _read(config: Config) -> Config:
     layers, interval = config["num_hidden_layers"], first(config.get("no_rope_layer_interval"), 4)
     require("no_rope_layer_interval", interval, int)
-    rotated = first(config.get("no_rope_layers"), [(i + 1) % interval != 0 for i in range(layers)])
-    if not isinstance(rotated, list) or len(rotated) != layers:
-        raise ValueError("no_rope_layers must have one entry for each of the num_hidden_layers layers")
+    rotated = list_of_layers(config, "no_rope_layers", [(i + 1) % interval != 0 for i in range(layers)])
     if unknown := [value for value in rotated if value not in (0, 1)]:
         raise ValueError(f"no_rope_layers {text_of(unknown[0])}: each value must be 0 or 1")
     window = config.get("sliding_window") if config.get("use_sliding_window") else None

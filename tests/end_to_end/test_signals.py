@@ -120,8 +120,8 @@ def test_a_run_with_saves_and_evaluations_is_suspended_repeatedly(start, tmp_pat
     process = start(2, *SHORT_LIMITS, *options)
     for _ in range(2):
         suspend(process, LONGER_S)
-    for _ in range(40):  # more than were in the pipe
-        await_step(process)
+        for _ in range(40):  # more than were in the pipe: two suspensions in one step exceed its limit
+            await_step(process)
     process.terminate()
     assert_saved_and_stopped(process, tmp_path / "tiny")
 

@@ -134,8 +134,7 @@ class ExpertLoad:
             device: Of the statistics.
         """
         self.bias_rate, self.center_bias = config.bias_rate, config.center_bias
-        layers = [i for i, is_sparse in enumerate(sizes.all_sparse_layers) if is_sparse]
-        layers += range(sizes.n_layers, sizes.n_layers + (sizes.prediction_layers or 0))
+        layers = [i for i in (*range(sizes.n_layers), *sizes.predictions) if sizes.is_sparse(i)]
         self.rows = {layer: row for row, layer in enumerate(layers)}
         self.layers: dict[int, MixtureOfExperts] = {}
         """Index of a layer of this rank -> its mixture of experts."""

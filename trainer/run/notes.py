@@ -57,9 +57,11 @@ def model_notes(config: Config, resolved: ResolvedRun, device: torch.device) -> 
     trained = "all" if resolved.num_trained == resolved.num_parameters else f"{resolved.num_trained:,}"
     exact = devices.is_deterministic(config.run.deterministic, device)
     order = "bitwise deterministic" if exact else "deterministic up to rounding"
+    predictions = resolved.structure.num_predictions
+    further = f", {counted(predictions, 'layer')} for multi-token prediction" if predictions else ""
     compiled = f", {how}" if (how := compiled_blocks(config, resolved)) else ""
     notes = [
-        Note("model", f"{resolved.model_name}, {resolved.num_parameters:,} parameters, {trained} trained"),
+        Note("model", f"{resolved.model_name}, {resolved.num_parameters:,} parameters, {trained} trained{further}"),
         Note("ranks", f"{dims.world_size} x {devices.name(device)} ({dims})"),
         Note("computation", f"{training.compute_dtype}{compiled}, {order}"),
     ]
@@ -193,7 +195,7 @@ def start_warnings(
 
 def _left_out(config: Config, resolved: ResolvedRun, weights: Weights | None) -> str:
     """Return a warning if the initial model has layers for multi-token prediction that the run does not train, or ""."""
-    stored = 0 if weights is None else weights.sizes.prediction_layers or 0
+    stored = 0 if weights is None else len(weights.sizes.predictions)
     if (left_out := stored - resolved.structure.num_predictions) <= 0:
         return ""
     layers = counted(left_out, "layer")

@@ -195,7 +195,7 @@ def _with_trained_layers(sizes: Any, config: Config) -> Any:
     """Return the sizes without layers for multi-token prediction, if the run does not train them. Raises ConfigError if the
     settings ask for them."""
     if config.training.prediction_weight:
-        if (sizes.prediction_layers or 0) >= config.training.seq_len:
+        if len(sizes.predictions) >= config.training.seq_len:
             message = f"must be above the number of layers for multi-token prediction, {sizes.prediction_layers}"
             raise ConfigError("training.seq_len", f"{message}, of which the last would have no target")
         return sizes

@@ -292,7 +292,10 @@ REFUSED = [
         *("qwen3", "layer_types", ["linear_attention"] * 4),
         'layer_types "linear_attention": this model supports only full_attention and sliding_attention',
     ),
-    ("olmo3", "layer_types", ["full_attention"], "layer_types must have one entry for each of the num_hidden_layers layers"),
+    (
+        *("olmo3", "layer_types", ["full_attention"]),
+        "layer_types must have one value for each of the 4 layers, instead of a list of length 1",
+    ),
     *(
         (
             *(family, "layer_types", types),
@@ -315,7 +318,10 @@ REFUSED = [
         f'model_type "jamba": expected one of {", ".join(dict.fromkeys(ALL_TYPES))}',
     ),
     ("mistral", "sliding_window", 0, "sliding_window 0 must be an integer from 1 to 2**24 or null"),
-    ("smollm3", "no_rope_layers", [1, 1], "no_rope_layers must have one entry for each of the num_hidden_layers layers"),
+    (
+        *("smollm3", "no_rope_layers", "1100"),
+        'no_rope_layers must have one value for each of the 4 layers, instead of "1100"',
+    ),
     ("smollm3", "no_rope_layers", [1, 0, "x", 2], 'no_rope_layers "x": each value must be 0 or 1'),
 ]  # fmt: skip
 

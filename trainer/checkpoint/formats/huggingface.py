@@ -233,7 +233,7 @@ class HuggingFaceWeights(Weights):
             count = stored_prediction_layers(keys, sizes)
             if count == 0:
                 described = replace(described, sizes=sizes.without_prediction())  # transformers does not write them
-            elif count != (expected := sizes.prediction_layers or 0):
+            elif count != (expected := len(sizes.predictions)):
                 field = f"config.json has {key_of(hf, 'prediction_layers', described.config)} {expected}"
                 raise CorruptError(f"{field}, but the files have {counted(count, 'layer')} for multi-token prediction")
             weights = saved_weights(meta_model(described.spec.model, described.sizes))
