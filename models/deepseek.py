@@ -19,9 +19,10 @@ from models.decoder import Decoder, pre_norm_decoder
 from models.gguf import NAMES as GGUF_NAMES
 from models.gguf import Gguf, HeadRows, Keys
 from models.huggingface import MIXTURE_NAMES, PREDICTION_COPIES, HuggingFace, shared_expert_names
+from models.mixture_sizes import DEBUG_EXPERTS, GroupedMixtureSizes
 from models.moe import CorrectedRouter, MixtureOfExperts
 from models.rope import YarnRope, rotate_halves, rotate_pairs, without_rotation
-from models.sizes import DEBUG, DEBUG_EXPERTS, GroupedMixtureSizes, PredictionSizes, text_of
+from models.sizes import DEBUG, PredictionSizes, text_of
 from models.spec import ModelSpec, SizeError
 
 _LATENT_EPS = 1e-6

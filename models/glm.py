@@ -21,7 +21,8 @@ from models.deepseek import (
     write_leading_dense,
 )
 from models.huggingface import PREDICTION_COPIES, HuggingFace
-from models.sizes import DEBUG, DEBUG_EXPERTS, GroupedMixtureSizes, PartlyRotatedSizes, PredictionSizes
+from models.mixture_sizes import DEBUG_EXPERTS, GroupedMixtureSizes
+from models.sizes import DEBUG, PartlyRotatedSizes, PredictionSizes
 from models.spec import ModelSpec
 
 

@@ -14,8 +14,9 @@ from models.decoder import Decoder, pre_norm_decoder
 from models.gguf import NAMES as GGUF_NAMES
 from models.gguf import Gguf
 from models.huggingface import NAMES, HuggingFace, StoredStack
+from models.mixture_sizes import DEBUG_EXPERTS, MixtureSizes
 from models.moe import Experts, MixtureOfExperts, Router, Routing
-from models.sizes import DEBUG, DEBUG_EXPERTS, MixedSizes, MixtureSizes, repeated, shortest_period
+from models.sizes import DEBUG, MixedSizes, repeated, shortest_period
 from models.spec import ModelSpec, SizeError
 
 

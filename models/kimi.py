@@ -15,7 +15,8 @@ from models.deepseek import LATENT_NAMES, DeepSeekSizes, LatentAttention, read_l
 from models.huggingface import HuggingFace, shared_expert_names
 from models.hybrid import require_filter
 from models.kda import KimiDeltaAttention, KimiDeltaKind
-from models.sizes import DEBUG, DEBUG_EXPERTS, TypedLayers, require, text_of
+from models.mixture_sizes import DEBUG_EXPERTS
+from models.sizes import DEBUG, TypedLayers, require, text_of
 from models.spec import LayerKind, ModelSpec, SizeError
 
 

@@ -7,8 +7,9 @@ from functools import partial
 from models.decoder import Decoder, pre_norm_decoder
 from models.gguf import Gguf
 from models.huggingface import NAMES, HuggingFace
+from models.mixture_sizes import DEBUG_EXPERTS, MixtureSizes
 from models.moe import MixtureOfExperts
-from models.sizes import DEBUG, DEBUG_EXPERTS, MixtureSizes, WindowedSizes
+from models.sizes import DEBUG, WindowedSizes
 from models.spec import ModelSpec
 
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from models.components import ExactBuffers, FeedForward, at_least_fp32
 from models.context import Context
+from models.mixture_sizes import GroupedMixtureSizes, MixtureSizes
 from models.row_groups import grouped_product, permute
-from models.sizes import GroupedMixtureSizes, MixtureSizes
 
 
 class Routing(NamedTuple):

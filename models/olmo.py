@@ -30,18 +30,10 @@ from models.gguf import NAMES as GGUF_NAMES
 from models.gguf import Gguf, Keys
 from models.huggingface import MIXTURE_NAMES, NAMES, HuggingFace
 from models.hybrid import DEBUG_HYBRID, HybridSizes
+from models.mixture_sizes import DEBUG_EXPERTS, MixtureSizes
 from models.moe import MixtureOfExperts
 from models.rope import Rope
-from models.sizes import (
-    DEBUG_DERIVED,
-    DEBUG_EXPERTS,
-    DecoderSizes,
-    MixedSizes,
-    MixtureSizes,
-    SizeError,
-    require,
-    text_of,
-)
+from models.sizes import DEBUG_DERIVED, DecoderSizes, MixedSizes, SizeError, require, text_of
 from models.spec import LayerKind, ModelSpec
 
 _THETA = 500_000.0

@@ -13,17 +13,9 @@ from models.config_json import Config, first, with_layer_types, write_layer_type
 from models.decoder import Decoder, pre_norm_decoder
 from models.gguf import Gguf
 from models.huggingface import MIXTURE_NAMES, HuggingFace
+from models.mixture_sizes import DEBUG_EXPERTS, PartlySparseSizes
 from models.moe import MixtureOfExperts
-from models.sizes import (
-    DEBUG,
-    DEBUG_DERIVED,
-    DEBUG_EXPERTS,
-    MixedSizes,
-    PartlySparseSizes,
-    WindowedSizes,
-    require,
-    text_of,
-)
+from models.sizes import DEBUG, DEBUG_DERIVED, MixedSizes, WindowedSizes, require, text_of
 from models.spec import ModelSpec
 
 

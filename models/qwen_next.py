@@ -27,17 +27,10 @@ from models.decoder import Decoder, pre_norm_decoder
 from models.delta_net import GatedDeltaNet, RecurrentMixer
 from models.huggingface import MIXTURE_NAMES, NAMES, HuggingFace, shared_expert_names
 from models.hybrid import DEBUG_HYBRID, HybridSizes
+from models.mixture_sizes import DEBUG_EXPERTS, MixtureSizes, PartlySparseSizes
 from models.moe import MixtureOfExperts
 from models.qwen import read_sparse_layers, write_sparse_layers
-from models.sizes import (
-    DEBUG,
-    DEBUG_EXPERTS,
-    MixtureSizes,
-    PartlyRotatedSizes,
-    PartlySparseSizes,
-    PredictionSizes,
-    require,
-)
+from models.sizes import DEBUG, PartlyRotatedSizes, PredictionSizes, require
 from models.spec import LayerKind, ModelSpec
 
 

@@ -22,9 +22,10 @@ from models.decoder import Decoder
 from models.deepseek import LatentAttention
 from models.delta_net import RecurrentMixer
 from models.kda import KimiDeltaAttention
+from models.mixture_sizes import MixtureSizes
 from models.moe import CorrectedRouter, MixtureOfExperts
 from models.qwen_next import GatedAttention
-from models.sizes import MixtureSizes, shortest_period
+from models.sizes import shortest_period
 from models.spec import ModelSpec, meta_model
 
 PAGE = ROOT / "docs" / "models.md"

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from models.context import Context
+from models.mixture_sizes import MixtureSizes
 from models.moe import MixtureOfExperts, Routing
-from models.sizes import MixtureSizes
 from trainer.base.config import ExpertsConfig
 from trainer.parallel.activation_checkpoint import in_backward
 from trainer.parallel.mesh import Meshes

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from models.sizes import MixtureSizes, PartlySparseSizes
+from models.mixture_sizes import MixtureSizes, PartlySparseSizes
 from trainer.base.config import Config, ConfigError, compatibility
 from trainer.base.config.toml_text import toml_value
 from trainer.base.system.console import Progress, progress

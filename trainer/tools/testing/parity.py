@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from models.sizes import MixtureSizes
+from models.mixture_sizes import MixtureSizes
 from trainer.base.config import Config, ConfigError, compatibility
 from trainer.base.config.fields import settings
 from trainer.base.config.load import load_config
