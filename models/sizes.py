@@ -24,7 +24,8 @@ _RULES: dict[Any, tuple[str, Callable[[Any], bool]]] = {
 
 def text_of(value: Any) -> str:
     """Return a value of a configuration file as JSON, in at most 40 characters."""
-    return f"{json.dumps(value):.40}"
+    text = json.dumps(value)
+    return text if len(text) <= 40 else f"{text:.37}..."
 
 
 def require(name: str, value: Any, type_: Any) -> None:
