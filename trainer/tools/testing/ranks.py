@@ -19,7 +19,9 @@ import torch.distributed as dist
 from trainer.base.system.children import end_children, exit_with_parent, start_fork_server
 from trainer.runtime.distributed import quiet_torch
 
-TIMEOUT_S = 120
+_COLLECTIVE_S = 120
+_RESULT_S = 900
+"""Seconds until any rank must return a result. Four ranks on two cores compile three kinds of blocks in up to five minutes."""
 
 
 def _serve(rank: int, size: int, store: str, pipe: Connection, function: Callable[..., Any], args: tuple) -> None:
@@ -29,7 +31,7 @@ def _serve(rank: int, size: int, store: str, pipe: Connection, function: Callabl
     torch.set_num_threads(1)  # because there may be more ranks than cores
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size)}
     dist.init_process_group(
-        "gloo", store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=timedelta(seconds=TIMEOUT_S)
+        "gloo", store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=timedelta(seconds=_COLLECTIVE_S)
     )
     try:
         try:
@@ -95,9 +97,9 @@ def _results(pipes: list[Connection]) -> list[Any]:
     results: dict[int, Any] = {}
     while len(results) < len(pipes):
         # Read the first available result, so that the first error is the one that is raised.
-        ready = wait([pipe for rank, pipe in enumerate(pipes) if rank not in results], 2 * TIMEOUT_S)
+        ready = wait([pipe for rank, pipe in enumerate(pipes) if rank not in results], _RESULT_S)
         if not ready:
-            raise RankError(f"{len(pipes)} ranks: no rank returned a result within {2 * TIMEOUT_S} s")
+            raise RankError(f"{len(pipes)} ranks: no rank returned a result within {_RESULT_S} s")
         rank = pipes.index(ready[0])
         try:
             results[rank], error = pipes[rank].recv()
