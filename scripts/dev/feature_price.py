@@ -34,7 +34,7 @@ CAPABILITIES = {
     "Context parallelism": "trainer/parallel/context_parallel.py tests/parallel/test_context_parallel.py",
     "Pipeline parallelism": "trainer/parallel/{pipeline,stages}.py tests/parallel/test_pipeline.py",
     "Mixtures of experts, expert parallelism": """
-        models/{moe,row_groups}.py trainer/parallel/{experts,balance}.py scripts/dev/expert_layer.py
+        models/{moe,mixture_sizes,row_groups}.py trainer/parallel/{experts,balance}.py scripts/dev/expert_layer.py
         tests/models/test_moe.py tests/parallel/test_{experts,correction}.py""",
     "Masks of documents and windows": "trainer/parallel/{attention,mixers,sample_layout}.py tests/parallel/test_documents.py",
     "Activation checkpointing and offloading": """
