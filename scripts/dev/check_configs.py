@@ -1,4 +1,4 @@
-"""Compare random configurations of the families with experts with the package transformers.
+"""Compare random configurations of the families with experts, and of those of 2026, with the package transformers.
 
 Each config.json gives the logits and the gradients of transformers, also after it is read and written, or is refused with the
 name of a field. Configurations that transformers cannot compute, and those with a tie of a router's scores, are left out. The
