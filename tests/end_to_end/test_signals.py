@@ -97,11 +97,14 @@ LONGER_S = 10
 
 
 def suspend(process, seconds):
-    """Suspend all processes of a run after its next step. Return their ids."""
+    """Suspend all processes of a run after its next step, and wait until it has made steps again: two suspensions in one step
+    would exceed its limit. Return the ids of the processes."""
     await_step(process)
     stopped = signal_all(process, signal.SIGSTOP)
     time.sleep(seconds)
     signal_all(process, signal.SIGCONT)
+    for _ in range(40):  # more than were in the pipe
+        await_step(process)
     return stopped
 
 
@@ -109,8 +112,6 @@ def test_a_suspended_run_continues(start, tmp_path):
     """It is suspended for longer than the time limits of steps and of collectives."""
     process = start(2, *SHORT_LIMITS)
     assert len(suspend(process, LONGER_S)) == 3
-    for _ in range(40):  # more than were in the pipe
-        await_step(process)
     process.terminate()
     assert_saved_and_stopped(process, tmp_path / "tiny")
 
@@ -120,8 +121,6 @@ def test_a_run_with_saves_and_evaluations_is_suspended_repeatedly(start, tmp_pat
     process = start(2, *SHORT_LIMITS, *options)
     for _ in range(2):
         suspend(process, LONGER_S)
-        for _ in range(40):  # more than were in the pipe: two suspensions in one step exceed its limit
-            await_step(process)
     process.terminate()
     assert_saved_and_stopped(process, tmp_path / "tiny")
 

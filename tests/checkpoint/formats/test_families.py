@@ -319,6 +319,10 @@ REFUSED = [
     ),
     ("mistral", "sliding_window", 0, "sliding_window 0 must be an integer from 1 to 2**24 or null"),
     (
+        *("smollm3", "no_rope_layers", [1, 1]),
+        "no_rope_layers must have one value for each of the 4 layers, instead of a list of length 2",
+    ),
+    (
         *("smollm3", "no_rope_layers", "1100"),
         'no_rope_layers must have one value for each of the 4 layers, instead of "1100"',
     ),

@@ -75,8 +75,8 @@ class Weights(ABC):
         """Return the weights without layers for multi-token prediction."""
         if not self.sizes.prediction_layers:
             return self
-        excluded = {f"layers.{self.sizes.n_layers + i}." for i in range(self.sizes.prediction_layers)}
-        index = {name: stored for name, stored in self.index.items() if not name.startswith(tuple(excluded))}
+        excluded = tuple(f"layers.{i}." for i in self.sizes.predictions)
+        index = {name: stored for name, stored in self.index.items() if not name.startswith(excluded)}
         sizes = self.sizes.without_prediction()
         return replace(self, index=index, sizes=sizes, model=self.model.with_sizes(sizes))
 
